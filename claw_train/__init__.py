@@ -1,0 +1,1 @@
+"""Trains any language-model agent from what happens next. See `orchestrator` for the picture."""

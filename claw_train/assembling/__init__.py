@@ -1,0 +1,1 @@
+"""Turns scored turns into batches."""

@@ -1,0 +1,1 @@
+"""The embedded engine server: a child process, the only one with `training` that imports torch."""

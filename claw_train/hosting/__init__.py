@@ -1,0 +1,1 @@
+"""Runs episodes: environments on their own threads, driven from asyncio."""

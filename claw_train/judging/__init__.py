@@ -1,0 +1,1 @@
+"""Turns next states into rewards and hints."""

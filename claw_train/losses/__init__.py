@@ -1,0 +1,1 @@
+"""Pure tensor functions, one family a file."""

@@ -1,0 +1,1 @@
+"""Talks to engines, renders prompts and (later) serves people."""

@@ -1,0 +1,1 @@
+"""Trainer ranks: child processes that import torch."""
