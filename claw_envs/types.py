@@ -46,9 +46,9 @@ class Task:
     """1 (one command suffices) upwards."""
     instruction: str
     """What the agent is told."""
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
     """Start state: path relative to the working folder -> text. A path that ends in `/` is a folder."""
-    modes: Mapping[str, int] = field(default_factory=dict)
+    modes: Mapping[str, int] = field(default_factory=dict[str, int])
     """Permission bits of start files that differ from 0o644 (files) or 0o755 (folders)."""
     oracle: tuple[str, ...] = ()
     """Commands that solve the task; never shown to the agent."""
@@ -117,7 +117,7 @@ class Verdict:
     """In [0, 1]; 0.0 and meaningless when `valid` is False."""
     valid: bool = True
     """False when the grader itself broke."""
-    checks: Mapping[str, bool] = field(default_factory=dict)
+    checks: Mapping[str, bool] = field(default_factory=dict[str, bool])
     """Check name -> passed."""
 
     def __post_init__(self) -> None:

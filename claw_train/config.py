@@ -41,7 +41,7 @@ class StreamConfig:
     name: str
     id: str
     """Gymnasium id, `ClawTerminal-v0` or `module:Id-v0`."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     """Given to `gym.make` as they are; the environment checks them."""
     share: float = 1.0
     """Share of the groups of a step; shares are normalised over the streams."""
@@ -79,7 +79,7 @@ class ModelConfig:
     """Tokens."""
     kv_bytes_per_token: int = 0
     """At 2 bytes a value."""
-    lora_targets: list[str] = field(default_factory=list)
+    lora_targets: list[str] = field(default_factory=list[str])
     vision: bool = False
     thinking: bool = False
 
@@ -116,8 +116,18 @@ class EngineConfig:
     """Restarts of a dead server before the run stops."""
 
     def __post_init__(self) -> None:
-        _check(self.kind in ("embedded", "scripted", "url"), "engine.kind", self.kind, "embedded, scripted or url")
-        _check((self.kind == "url") == (self.url is not None), "engine.url", self.url, "set with engine.kind=url only")
+        _check(
+            self.kind in ("embedded", "scripted", "url"),
+            "engine.kind",
+            self.kind,
+            "embedded, scripted or url",
+        )
+        _check(
+            (self.kind == "url") == (self.url is not None),
+            "engine.url",
+            self.url,
+            "set with engine.kind=url only",
+        )
         _check(self.dtype in ("float32", "bfloat16"), "engine.dtype", self.dtype, "float32 or bfloat16")
         _check(0 <= self.port < 65536, "engine.port", self.port, "0 to 65535")
         for name in ("max_running", "max_total_tokens", "concurrency"):
@@ -336,7 +346,7 @@ def to_config(raw: Mapping[str, Any]) -> TrainConfig:
 
 @dataclass
 class _Plain:
-    judge: dict[str, Any] = field(default_factory=dict)
+    judge: dict[str, Any] = field(default_factory=dict[str, Any])
     seed: int = 0
     reward: str = "true"
     run_dir: str | None = None

@@ -1,16 +1,16 @@
 """Everything the trainer raises on purpose, and the one place that may catch everything.
 
-    ClawTrainError
-    |-- ConfigError      (ValueError)       a key, value, file or port that the user can mend; exit code 2
-    |-- RunInUseError    (RuntimeError)     another process holds the run folder; exit code 2
-    |-- ModelError       (OSError)          weights cannot be found, checked or held; exit code 2
-    |-- ChildError       (RuntimeError)     a child process died or never came up
-    |-- EngineError      (ConnectionError)  the engine failed after retries
-    |-- JudgeError       (RuntimeError)     no usable verdict; never a score
-    |-- LedgerError      (RuntimeError)     a broken invariant of the ledger
-    |   `-- DiskError    (OSError)          the ledger's disk failed
-    |-- GuardError       (RuntimeError)     a guard halted training: mismatch, failure share, non-finite loss
-    `-- TrainerError     (RuntimeError)     the trainer refused or failed a step
+ClawTrainError
+|-- ConfigError      (ValueError)       a key, value, file or port that the user can mend; exit code 2
+|-- RunInUseError    (RuntimeError)     another process holds the run folder; exit code 2
+|-- ModelError       (OSError)          weights cannot be found, checked or held; exit code 2
+|-- ChildError       (RuntimeError)     a child process died or never came up
+|-- EngineError      (ConnectionError)  the engine failed after retries
+|-- JudgeError       (RuntimeError)     no usable verdict; never a score
+|-- LedgerError      (RuntimeError)     a broken invariant of the ledger
+|   `-- DiskError    (OSError)          the ledger's disk failed
+|-- GuardError       (RuntimeError)     a guard halted training: mismatch, failure share, non-finite loss
+`-- TrainerError     (RuntimeError)     the trainer refused or failed a step
 """
 
 from collections.abc import Iterator

@@ -29,7 +29,12 @@ class Engine(Protocol):
         ...
 
     async def score(
-        self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], *, version: Version | None = None, top_k: int = 0
+        self,
+        prompt_ids: tuple[int, ...],
+        token_ids: tuple[int, ...],
+        *,
+        version: Version | None = None,
+        top_k: int = 0,
     ) -> TokenScores:
         """Log-probabilities (temperature 1) of `token_ids` [T] after `prompt_ids`.
 

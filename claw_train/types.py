@@ -84,7 +84,8 @@ class Version(NamedTuple):
             raise ValueError(f"not a version (policy-lineage-step): {text!r}") from None
 
 
-class TurnId(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class TurnId:
     """Unique key of a turn; `str()` of it is the engine's request id."""
 
     stream: str
@@ -335,7 +336,7 @@ class StepReport:
 
     step: int
     weights: WeightRef
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Outputs only: loss, grad_norm, kl, mismatch_k3, ...; names are documented in `training/trainer.py`."""
     checkpoint: str | None = None
     """Folder of the checkpoint written by this step; None when this step wrote none."""
