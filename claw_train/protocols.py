@@ -1,11 +1,13 @@
 """The seams: everything one part may use of another. Each has a real implementation and a shipped fake."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from claw_train.types import (
     Batch,
     Completion,
     GenerateRequest,
+    Message,
     ScoredTurn,
     StepReport,
     TokenScores,
@@ -53,6 +55,29 @@ class Engine(Protocol):
 
     async def aclose(self) -> None:
         """Closes connections; the server is not stopped."""
+        ...
+
+
+class PromptRenderer(Protocol):
+    """Makes prompt ids of messages. Implemented by `serving.render`; handed to hosting, which may not import it."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a reply of this model."""
+        ...
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids [P] of a conversation's first prompt, generation prompt included."""
+        ...
+
+    def extend(
+        self, prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...], messages: Sequence[Message]
+    ) -> tuple[int, ...]:
+        """Ids of the next prompt: `prompt_ids + reply_ids` unchanged, then what follows the reply."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
         ...
 
 
