@@ -1,0 +1,61 @@
+# Claw: every target makes .venv itself when it is missing or out of date.
+#   make demo        set up, then train a small model in real sandboxes
+#   make test        set up, then all tests but the slow ones
+#   make test-slow   the tests that take minutes
+#   make check       lint, formatting, types, import directions
+#   make help        this list
+# Variables: TORCH (the one place that names the torch version), TORCH_BUILD (auto, cpu, cuda), PYTHON, PYTEST, DEMO.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+TORCH ?= torch==2.13.0
+TORCH_BUILD ?= auto
+PYTHON ?= python3
+PYTEST ?=
+DEMO ?= experiment=demo
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The stamp's name carries a checksum of everything the environment is made from.
+READY := $(VENV)/ready-$(shell { echo '$(TORCH) $(TORCH_BUILD)'; cat pyproject.toml scripts/set-up scripts/install-torch; } | cksum | tr ' ' '-')
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: help demo test test-slow check fix set-up system clean
+
+help:
+	@sed -n '2,7s/^# \{0,1\}//p' Makefile
+
+set-up: $(READY)
+	@:
+
+$(READY):
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' TORCH_BUILD='$(TORCH_BUILD)' scripts/set-up '$(VENV)' '$@'
+
+system:
+	@! test -x scripts/system-packages || scripts/system-packages
+
+demo: system $(READY)
+	@$(BIN)/claw-train $(DEMO)
+
+test: system $(READY)
+	@$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+
+test-slow: system $(READY)
+	@$(BIN)/python -m pytest -m slow $(PYTEST)
+
+check: $(READY)
+	@echo '== ruff check' && $(BIN)/ruff check .
+	@echo '== ruff format' && $(BIN)/ruff format --check .
+	@echo '== pyright' && $(BIN)/pyright
+	@echo '== import directions' && $(BIN)/lint-imports --no-logo
+
+fix: $(READY)
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
