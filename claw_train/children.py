@@ -42,12 +42,14 @@ def cores() -> int:
 
 
 def watch_parent() -> None:
-    """Ends this process as soon as its standard input closes, that is, when the parent is gone."""
+    """Ends this process and what it started as soon as its standard input closes, that is, when the parent is gone."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
                 pass
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=wait, name="watch-parent", daemon=True).start()
@@ -71,9 +73,11 @@ class ChildSpec:
 class Child:
     """A running child process."""
 
-    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, *, log_start: int = 0) -> None:
         self.spec = spec
         self._process = process
+        self._log_start = log_start
+        self._stopped = False
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> "Child":
@@ -83,9 +87,10 @@ class Child:
             ChildError: it could not be started at all.
         """
         env = {**os.environ, **thread_env(spec.threads), **spec.env}
-        spec.log.parent.mkdir(parents=True, exist_ok=True)
         try:
+            spec.log.parent.mkdir(parents=True, exist_ok=True)
             with spec.log.open("ab") as log:
+                log_start = log.tell()
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -100,7 +105,7 @@ class Child:
         except OSError as error:
             raise ChildError(f"{spec.name} could not be started: {error}") from error
         logger.info("started %s, pid %d", spec.name, process.pid)
-        return cls(spec, process)
+        return cls(spec, process, log_start=log_start)
 
     @property
     def pid(self) -> int:
@@ -122,35 +127,44 @@ class Child:
         Raises:
             ChildError: the child ended or was not ready in time.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while not await probe():
-            if self.returncode is not None:
-                raise ChildError(f"{self.spec.name} ended with status {self.returncode} at start: {self.last_words()}")
-            if loop.time() > deadline:
-                raise ChildError(f"{self.spec.name} was not ready after {timeout_s:.0f} s: {self.last_words()}")
-            await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await probe():
+                    if self.returncode is not None:
+                        break
+                    await asyncio.sleep(0.05)
+                else:
+                    return
+        except TimeoutError:
+            raise ChildError(f"{self.spec.name} was not ready after {timeout_s:.0f} s: {self.last_words()}") from None
+        raise ChildError(f"{self.spec.name} ended with status {self.returncode} at start: {self.last_words()}")
 
     def last_words(self) -> str:
-        """The last line of its log, and where the rest is."""
+        """The last line it logged since this start, and where the rest is."""
         with contextlib.suppress(OSError), self.spec.log.open("rb") as log:
-            log.seek(max(0, self.spec.log.stat().st_size - _LOG_TAIL_BYTES))
+            log.seek(max(self._log_start, self.spec.log.stat().st_size - _LOG_TAIL_BYTES))
             lines = [line for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
             if lines:
                 return f"{lines[-1].strip()} (log: {self.spec.log})"
         return f"no output (log: {self.spec.log})"
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Closes its input, then TERM, then KILL of its whole group. Idempotent."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        """TERM, then after `grace_s` seconds KILL, of its whole group. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
         for sig in (signal.SIGTERM, signal.SIGKILL):
             if self.returncode is not None:
                 break
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, sig)
+            self._signal_group(sig)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), grace_s)
-        # grandchildren may outlive their parent; the group id is still ours as long as one of them lives
+        # Grandchildren may outlive their parent; the group id is still ours as long as one of them lives.
+        self._signal_group(signal.SIGKILL)
+        # Only now: a child that watches its parent would take a closed input for our death and skip its farewell.
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _signal_group(self, sig: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, sig)

@@ -4,6 +4,7 @@ pydantic does the work: what comes back was validated against the dataclass. A n
 class, and only classes that are already loaded are ever looked up.
 """
 
+import json
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar
@@ -22,8 +23,10 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def dump(value: object) -> bytes:
-    """One of our frozen dataclasses as JSON."""
-    return _adapter(type(value)).dump_json(value)
+    """One of our frozen dataclasses as JSON; nan and infinity are kept."""
+    # pydantic's own JSON writer turns them into null, which no reader of a float accepts.
+    plain = _adapter(type(value)).dump_python(value, mode="json")
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def load(kind: type[T], data: bytes | str) -> T:
@@ -55,7 +58,8 @@ def load_next_state(name: str, data: bytes | str) -> NextState:
     Raises:
         LedgerError: no loaded class has this name, or the data does not fit it.
     """
-    for kind in _known_states():
-        if kind.__name__ == name:
-            return load(kind, data)
+    kinds = [kind for kind in _known_states() if kind.__name__ == name]
+    if kinds:
+        # A dataclass with slots is a second class of the same name; the first, a leftover, lives until it is collected.
+        return load(kinds[-1], data)
     raise LedgerError(f"next state of unknown class {name!r}: import the environment that made it first")

@@ -295,8 +295,12 @@ class Sample:
         if self.teacher_logprobs is not None and len(self.teacher_logprobs) != n:
             raise ValueError(f"{len(self.teacher_logprobs)} teacher log-probabilities for {n} tokens")
         covered = [False] * n
-        for _, start, end in self.spans:
+        after = 0
+        for turn_id, start, end in self.spans:
+            if not after <= start <= end <= n:
+                raise ValueError(f"span [{start}, {end}) of turn {turn_id} overlaps another or leaves the {n} tokens")
             covered[start:end] = [True] * (end - start)
+            after = end
         for i, trained in enumerate(self.loss_mask):
             if trained and (not covered[i] or self.versions[i] is None):
                 raise ValueError(f"token {i} is trained but was never sampled")
