@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,17 @@ def _check(ok: bool, key: str, value: object, want: str) -> None:
         raise ConfigError(f"{key}={value!r} is out of range: {want}")
 
 
+def _check_numbers(
+    section: str, config: object, names: str, low: float, high: float = math.inf, *, above: bool = False
+) -> None:
+    """Each named number is finite and in [low, high], or in (low, high] with `above`; None passes."""
+    want = f"{'more than' if above else 'at least'} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
+    for name in names.split():
+        value = getattr(config, name)
+        ok = value is None or (math.isfinite(value) and low <= value <= high and not (above and value == low))
+        _check(ok, f"{section}.{name}", value, want)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
     """One source of episodes."""
@@ -49,8 +61,8 @@ class StreamConfig:
     """Episodes at once."""
 
     def __post_init__(self) -> None:
-        _check(self.share > 0, f"streams.{self.name}.share", self.share, "more than 0")
-        _check(self.max_concurrent >= 1, f"streams.{self.name}.max_concurrent", self.max_concurrent, "at least 1")
+        _check_numbers(f"streams.{self.name}", self, "share", 0, above=True)
+        _check_numbers(f"streams.{self.name}", self, "max_concurrent", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +87,10 @@ class ModelConfig:
     architecture: str = "llama"
     """`llama` or `qwen3` for the embedded engine; others need SGLang."""
     num_params: int = 0
+    """This and the next three serve estimates of memory; 0 is unknown and makes no estimate."""
+    layers: int = 0
+    hidden_size: int = 0
+    vocab_size: int = 0
     context: int = 8192
     """Tokens."""
     kv_bytes_per_token: int = 0
@@ -84,7 +100,8 @@ class ModelConfig:
     thinking: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.context >= 256, "model.context", self.context, "at least 256 tokens")
+        _check_numbers("model", self, "context", 256)
+        _check_numbers("model", self, "num_params layers hidden_size vocab_size kv_bytes_per_token", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +146,10 @@ class EngineConfig:
             "set with engine.kind=url only",
         )
         _check(self.dtype in ("float32", "bfloat16"), "engine.dtype", self.dtype, "float32 or bfloat16")
-        _check(0 <= self.port < 65536, "engine.port", self.port, "0 to 65535")
-        for name in ("max_running", "max_total_tokens", "concurrency"):
-            _check(getattr(self, name) >= 1, f"engine.{name}", getattr(self, name), "at least 1")
-        _check(self.timeout_s > 0, "engine.timeout_s", self.timeout_s, "more than 0 seconds")
-        _check(self.retries >= 0, "engine.retries", self.retries, "0 or more")
+        _check_numbers("engine", self, "port", 0, 65535)
+        _check_numbers("engine", self, "max_running max_total_tokens concurrency", 1)
+        _check_numbers("engine", self, "threads retries restarts", 0)
+        _check_numbers("engine", self, "timeout_s start_timeout_s", 0, above=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +161,8 @@ class SamplingConfig:
     """Of one reply."""
 
     def __post_init__(self) -> None:
-        _check(self.temperature > 0, "sampling.temperature", self.temperature, "more than 0")
-        _check(self.max_new_tokens >= 1, "sampling.max_new_tokens", self.max_new_tokens, "at least 1")
+        _check_numbers("sampling", self, "temperature", 0, above=True)
+        _check_numbers("sampling", self, "max_new_tokens", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +189,10 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         _check(self.cut_reply in ("mask", "penalise"), "method.cut_reply", self.cut_reply, "mask or penalise")
-        _check(0 < self.clip_low < 1, "method.clip_low", self.clip_low, "between 0 and 1")
-        _check(self.clip_high > 0, "method.clip_high", self.clip_high, "more than 0")
-        _check(self.tis_cap >= 1, "method.tis_cap", self.tis_cap, "at least 1")
-        _check(self.kl_coef >= 0, "method.kl_coef", self.kl_coef, "0 or more")
+        _check_numbers("method", self, "outcome_weight process_weight kl_coef", 0)
+        _check_numbers("method", self, "std_floor clip_high outlier_logratio", 0, above=True)
+        _check_numbers("method", self, "clip_low", 0, 1, above=True)
+        _check_numbers("method", self, "tis_cap", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,20 +235,12 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         _check(self.kind in ("lora", "full"), "trainer.kind", self.kind, "lora or full")
         _check(self.dtype in ("float32", "bfloat16"), "trainer.dtype", self.dtype, "float32 or bfloat16")
-        for name in (
-            "groups_per_step",
-            "group_size",
-            "lora_rank",
-            "minibatches",
-            "num_ranks",
-            "checkpoint_every_steps",
-            "keep_checkpoints",
-            "tokens_per_micro_batch",
-        ):
-            _check(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
-        _check(self.steps >= 0, "trainer.steps", self.steps, "0 or more")
-        _check(self.max_staleness >= 0, "trainer.max_staleness", self.max_staleness, "0 or more")
-        _check(self.lr >= 0, "trainer.lr", self.lr, "0 or more")
+        _check_numbers("trainer", self, "groups_per_step group_size lora_rank lora_alpha tokens_per_micro_batch", 1)
+        _check_numbers("trainer", self, "minibatches num_ranks checkpoint_every_steps keep_checkpoints", 1)
+        _check_numbers("trainer", self, "steps max_staleness lr weight_decay warmup_steps threads", 0)
+        _check_numbers("trainer", self, "beta1 beta2", 0, 1)
+        _check_numbers("trainer", self, "max_grad_norm checkpoint_every_minutes", 0, above=True)
+        _check_numbers("trainer", self, "start_timeout_s step_timeout_s", 0, above=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +263,11 @@ class GuardConfig:
     engine_failures: int = 16
     """Episodes lost to the engine in a row."""
 
+    def __post_init__(self) -> None:
+        _check_numbers("guards", self, "mismatch_max_abs mismatch_k3", 0, above=True)
+        _check_numbers("guards", self, "invalid_share judge_failed_share cut_share", 0, 1)
+        _check_numbers("guards", self, "mismatch_patience window engine_failures", 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
@@ -270,8 +283,7 @@ class EvalConfig:
     """Tasks of an evaluation between."""
 
     def __post_init__(self) -> None:
-        for name in ("tasks", "heldout_tasks", "every_steps", "quick_tasks"):
-            _check(getattr(self, name) >= 0, f"eval.{name}", getattr(self, name), "0 or more")
+        _check_numbers("eval", self, "tasks heldout_tasks every_steps quick_tasks", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,8 +326,11 @@ def to_config(raw: Mapping[str, Any]) -> TrainConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    known = {f.name for f in dataclasses.fields(TrainConfig)}
-    _reject_unknown(raw, known, "")
+    raw = dict(raw)
+    env = raw.pop("env", None)
+    if env is not None and not raw.get("streams"):
+        raw["streams"] = [env]
+    _reject_unknown(raw, {f.name for f in dataclasses.fields(TrainConfig)} | _GROUP_NAMES, "")
     sections: dict[str, Any] = {}
     for f in dataclasses.fields(TrainConfig):
         if f.name not in raw:
@@ -325,8 +340,6 @@ def to_config(raw: Mapping[str, Any]) -> TrainConfig:
         if schema is not None:
             sections[f.name] = _structured(schema, value, f.name)
         elif f.name == "streams":
-            if isinstance(value, Mapping):
-                value = list(cast(Mapping[str, Any], value).values())
             if not isinstance(value, Sequence) or isinstance(value, str):
                 raise ConfigError(f"streams={value!r} is not a list of streams")
             rows = cast(Sequence[Any], value)
@@ -353,6 +366,8 @@ class _Plain:
     resume: str | None = None
 
 
+_GROUP_NAMES = {"env", "experiment"}
+"""Configuration groups that are no field of their own: suggested for a mistyped key."""
 _PLAIN_KEYS = {f.name for f in dataclasses.fields(_Plain)}
 _SECTIONS: dict[str, type] = {
     "model": ModelConfig,
@@ -395,7 +410,7 @@ def build(node: Mapping[str, Any], key: str) -> Any:
     against the type.
 
     Raises:
-        ConfigError: no such target, an unknown argument or a wrong type, named with `key`.
+        ConfigError: no such target, an unknown or missing argument or a wrong type, named with `key`.
     """
     target = node.get("_target_")
     if not isinstance(target, str) or "." not in target:
@@ -403,11 +418,14 @@ def build(node: Mapping[str, Any], key: str) -> Any:
     module_name, _, name = target.rpartition(".")
     try:
         factory = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}._target_={target!r} cannot be imported: {error}") from None
+        parameters = inspect.signature(factory).parameters
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{key}._target_={target!r} cannot be used: {error}") from None
     kwargs = {k: v for k, v in node.items() if k != "_target_"}
-    parameters = inspect.signature(factory).parameters
     _reject_unknown(kwargs, set(parameters), f"{key}.")
+    missing = [k for k, p in parameters.items() if p.default is p.empty and k not in kwargs]
+    if missing:
+        raise ConfigError(f"{key} lacks {', '.join(missing)}: {target} needs it")
     for k, v in kwargs.items():
         want = parameters[k].annotation
         if want in (str, int, float, bool) and not (type(v) is want or (want is float and type(v) is int)):
