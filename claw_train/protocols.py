@@ -1,13 +1,12 @@
 """The seams: everything one part may use of another. Each has a real implementation and a shipped fake."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from claw_train.types import (
     Batch,
     Completion,
     GenerateRequest,
-    Message,
     ScoredTurn,
     StepReport,
     TokenScores,
@@ -58,29 +57,6 @@ class Engine(Protocol):
         ...
 
 
-class PromptRenderer(Protocol):
-    """Makes prompt ids of messages. Implemented by `serving.render`; handed to hosting, which may not import it."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a reply of this model."""
-        ...
-
-    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids [P] of a conversation's first prompt, generation prompt included."""
-        ...
-
-    def extend(
-        self, prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...], messages: Sequence[Message]
-    ) -> tuple[int, ...]:
-        """Ids of the next prompt: `prompt_ids + reply_ids` unchanged, then what follows the reply."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
-        ...
-
-
 class Judge(Protocol):
     """Scores one turn by its next state."""
 
@@ -90,6 +66,29 @@ class Judge(Protocol):
         Raises:
             JudgeError: no verdict; the caller records why and no score is made up.
         """
+        ...
+
+
+class Renderer(Protocol):
+    """Turns conversations into token ids without ever tokenising a reply again. Implemented by `serving.render`."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a reply."""
+        ...
+
+    def start(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Ids [P] of a conversation's beginning, ready for a reply."""
+        ...
+
+    def extend(
+        self, prompt_ids: Sequence[int], reply_ids: Sequence[int], messages: Sequence[Mapping[str, str]]
+    ) -> tuple[int, ...]:
+        """Ids of the next prompt; they begin with `prompt_ids + reply_ids` exactly."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, for people."""
         ...
 
 

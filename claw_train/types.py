@@ -100,15 +100,6 @@ class TurnId:
         return f"{self.stream}/{self.session}/{self.index}/{self.attempt}"
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a conversation, as text; a `serving.render` renderer makes ids of it."""
-
-    role: str
-    """`system`, `user`, `assistant` or `tool`."""
-    content: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How tokens are drawn. Stored with every reply: log-probabilities are those of this distribution."""
