@@ -120,10 +120,10 @@ class Ledger:
             checkpoint: folder of the checkpoint that holds the step; None when the step wrote none.
             metrics: kept with the step's record.
         """
-        await self._do("consume", lambda store: store.consume(step, checkpoint, metrics or {}))
+        await self._do("consume", lambda store: store.consume(step, checkpoint or None, metrics or {}))
 
     async def drop(self, turn_ids: Sequence[TurnId], reason: DropReason) -> None:
-        """From any state before consumed to dropped, all or none; the same drop again changes nothing."""
+        """From any state before consumed to dropped, all or none."""
         await self._do("drop", lambda store: store.drop(turn_ids, reason))
 
     async def drop_group(self, group_id: str, reason: DropReason) -> None:
@@ -132,6 +132,8 @@ class Ledger:
 
     async def reconcile(self, checkpoint_step: int, *, rolled_back: bool = False) -> Recovery:
         """Brings the ledger to the checkpoint that was loaded and says what has to go on. Nothing else may run.
+
+        What had been decided about a group that did not reach its step is forgotten: all its judged turns are eligible.
 
         Leased for a step up to `checkpoint_step`: consumed. Leased later: eligible with the next attempt, or
         dropped(poison) the third time. Consumed later: eligible again when the checkpoint was lost, or, with

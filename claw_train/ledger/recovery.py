@@ -20,7 +20,7 @@ from claw_train.ledger.states import (
     StepStatus,
 )
 from claw_train.ledger.store import Store, read_group
-from claw_train.types import Reward, Trajectory, TrajectoryStatus, TurnKind
+from claw_train.types import Reward, ScoredTurn, Trajectory, TrajectoryStatus, TurnKind
 
 MAX_LOST_LEASES = 2
 _FAILED = {
@@ -96,10 +96,9 @@ def _settle_group(store: Store, group: GroupRecord, reissue: list[GroupRecord], 
     if len(trajectories) < group.size or unjudged:
         for row in waiting:
             store.move(row, State.DROPPED, reason=DropReason.INTERRUPTED)
-        if not any(row["state"] == State.CONSUMED for row in turns):
+        if not any(row["state"] == State.CONSUMED or row["reason"] in RECOVERY_REASONS for row in turns):
             reissue.append(_next_attempt(store, group))
-        return
-    if waiting or not any(row["kind"] == TurnKind.MAIN for row in turns):
+    elif waiting:
         complete.append(_complete(store, group, trajectories, turns))
 
 
@@ -126,15 +125,15 @@ def _next_attempt(store: Store, group: GroupRecord) -> GroupRecord:
 def _complete(
     store: Store, group: GroupRecord, trajectories: list[sqlite3.Row], turns: list[sqlite3.Row]
 ) -> CompleteGroup:
-    wanted = (State.JUDGED, State.ELIGIBLE, State.DROPPED)
-    scored = tuple(
-        decode_scored(row, store.contexts)
-        for row in turns
-        if row["kind"] == TurnKind.MAIN
-        and row["state"] in wanted
-        and row["reward"] is not None
-        and row["reason"] not in RECOVERY_REASONS
-    )
+    """All judged turns of the group, eligible; what assembling had dropped returns, or its baselines would change."""
+    scored: list[ScoredTurn] = []
+    for row in turns:
+        if row["kind"] != TurnKind.MAIN or row["reward"] is None or row["reason"] in RECOVERY_REASONS:
+            continue
+        if row["state"] in (State.JUDGED, State.DROPPED):
+            store.move(row, State.ELIGIBLE, recovery=True)
+        if row["state"] in (State.JUDGED, State.DROPPED, State.ELIGIBLE):
+            scored.append(decode_scored(row, store.contexts))
     ended = tuple(
         Trajectory(
             id=t["id"],
@@ -144,9 +143,9 @@ def _complete(
             status=TrajectoryStatus(t["status"]),
             turn_ids=tuple(turn_id(row) for row in _rows(store, t)),
         )
-        for t in trajectories
+        for t in sorted(trajectories, key=lambda t: t["id"])
     )
-    return CompleteGroup(record=group, trajectories=ended, scored=scored)
+    return CompleteGroup(record=group, trajectories=ended, scored=tuple(sorted(scored, key=lambda s: s.turn.id)))
 
 
 def _rows(store: Store, trajectory: sqlite3.Row) -> list[sqlite3.Row]:

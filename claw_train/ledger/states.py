@@ -61,6 +61,7 @@ _STEPS: Mapping[State, frozenset[State]] = {
 _RECOVERY: Mapping[State, frozenset[State]] = {
     State.LEASED: frozenset({State.ELIGIBLE}),
     State.CONSUMED: frozenset({State.ELIGIBLE, State.DROPPED}),
+    State.DROPPED: frozenset({State.ELIGIBLE}),
 }
 
 
@@ -142,13 +143,13 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteGroup:
-    """A finished group that waits for its step, as assembling would have received it."""
+    """A finished group: every episode ended, every turn back from judging."""
 
     record: GroupRecord
     trajectories: tuple[Trajectory, ...]
+    """By id."""
     scored: tuple[ScoredTurn, ...]
-    """Judged turns by session and index. Those that assembling had already dropped are here too, so that baselines
-    come out the same; dropping one again for the same reason changes nothing."""
+    """Judged turns by id. Those that came back from a recovery are eligible, whatever had been decided about them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -230,13 +230,20 @@ class Store:
     def consume(self, step: int, checkpoint: str | None, metrics: Mapping[str, float]) -> None:
         """From leased(step) to consumed(step) for every turn of the step, with the step's record.
 
+        A step whose groups gave no signal leased nothing; it is recorded all the same.
+
         Raises:
-            LedgerError: nothing is leased for this step.
+            LedgerError: the step, or a later one, is committed already, or an earlier one is still leased.
         """
-        rows = self.leased(step)
-        if not rows:
-            raise LedgerError(f"step {step} has no leased turns to consume")
-        for row in rows:
+        last, open_ = self.connection.execute(
+            "SELECT (SELECT max(step) FROM steps WHERE status = 'committed'),"
+            " (SELECT min(step) FROM turns WHERE step IS NOT NULL AND state = 'leased')"
+        ).fetchone()
+        if last is not None and step <= last:
+            raise LedgerError(f"step {step} cannot be consumed: step {last} is committed")
+        if open_ is not None and open_ < step:
+            raise LedgerError(f"step {step} cannot be consumed: step {open_} is still leased")
+        for row in self.leased(step):
             self.move(row, State.CONSUMED, step=step, pos=row["pos"])
         self.record_step(step, checkpoint, metrics)
 
@@ -254,14 +261,12 @@ class Store:
         return self.connection.execute(query, (step,)).fetchall()
 
     def drop(self, keys: Sequence[TurnId], reason: DropReason) -> None:
-        """From any state before consumed to dropped; dropping again for the same reason changes nothing.
+        """From any state before consumed to dropped.
 
         Raises:
-            LedgerError: one is consumed, side, eval, erased or dropped for another reason; none is moved.
+            LedgerError: one is consumed, dropped, side, eval or erased; none is moved.
         """
         for row in self._find_all(keys):
-            if row["state"] == State.DROPPED and row["reason"] == reason:
-                continue
             self.move(row, State.DROPPED, reason=reason)
 
     def drop_group(self, group_id: str, reason: DropReason) -> None:
