@@ -73,15 +73,19 @@ def _settle_steps(store: Store, checkpoint_step: int, *, rolled_back: bool) -> N
 
 def _give_back(store: Store, row: sqlite3.Row, *, lost: int) -> None:
     """Eligible again under a new attempt; poison once the process died too often while it was leased."""
-    if lost > MAX_LOST_LEASES:
-        store.move(row, State.DROPPED, reason=DropReason.POISON, recovery=True)
-    else:
-        store.move(row, State.ELIGIBLE, recovery=True)
-    store.connection.execute(
-        "UPDATE turns SET lost = ?, attempt = 1 + (SELECT max(attempt) FROM turns AS t WHERE t.stream = turns.stream"
-        " AND t.session = turns.session AND t.idx = turns.idx) WHERE row = ?",
-        (lost, row["row"]),
+    poison = lost > MAX_LOST_LEASES
+    newest = store.connection.execute(
+        "SELECT max(attempt) FROM turns WHERE stream = ? AND session = ? AND idx = ?",
+        (row["stream"], row["session"], row["idx"]),
+    ).fetchone()[0]
+    store.move(
+        row,
+        State.DROPPED if poison else State.ELIGIBLE,
+        reason=DropReason.POISON if poison else None,
+        attempt=newest + 1,
+        recovery=True,
     )
+    store.connection.execute("UPDATE turns SET lost = ? WHERE row = ?", (lost, row["row"]))
 
 
 def _settle_group(store: Store, group: GroupRecord, reissue: list[GroupRecord], complete: list[CompleteGroup]) -> None:

@@ -30,7 +30,7 @@ from claw_train.types import (
 )
 
 Ids = tuple[int, ...]
-_CACHED_CONTEXTS = 512
+_CACHED_TOKENS = 1_000_000
 
 
 def pack_ids(ids: Ids) -> bytes:
@@ -123,17 +123,19 @@ class Contexts:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._cache: OrderedDict[int, Ids] = OrderedDict()
+        self._tokens = 0
 
     def keep(self, row: int, context: Ids) -> None:
         """Remembers prompt + reply of a stored turn."""
+        self._tokens += len(context) - len(self._cache.pop(row, ()))
         self._cache[row] = context
-        self._cache.move_to_end(row)
-        while len(self._cache) > _CACHED_CONTEXTS:
-            self._cache.popitem(last=False)
+        while self._tokens > _CACHED_TOKENS and len(self._cache) > 1:
+            self._tokens -= len(self._cache.popitem(last=False)[1])
 
     def forget(self) -> None:
         """Empties the cache: after an erasure nothing of it may stay."""
         self._cache.clear()
+        self._tokens = 0
 
     def prompt(self, row: sqlite3.Row) -> Ids:
         """[P] of a row of `turns`.

@@ -59,7 +59,7 @@ CREATE TABLE steps (
 CREATE UNIQUE INDEX steps_committed ON steps (step) WHERE status = 'committed';
 
 CREATE TABLE events (
-  seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, what TEXT NOT NULL, turn INTEGER, data TEXT
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, what TEXT NOT NULL, turn INTEGER, attempt INTEGER, data TEXT
 );
 CREATE INDEX events_by_turn ON events (turn, seq);
 """

@@ -108,7 +108,7 @@ class Store:
             raise LedgerError(f"turn {turn.id} is already in the ledger") from error
         row = cursor.lastrowid
         assert row is not None
-        self._event(state.value, row)
+        self._event(state.value, row, turn.id.attempt)
         self.moved[state.value] += 1
         self.moved["total"] += turn.kind is TurnKind.MAIN
         if turn.next_state is not None:
@@ -163,7 +163,7 @@ class Store:
 
     def _advance(self, row: sqlite3.Row, state: State) -> None:
         if State(row["state"]) in (State.SIDE, State.EVAL):
-            self._event(state.value, row["row"])
+            self._event(state.value, row["row"], row["attempt"])
         else:
             self.move(row, state)
 
@@ -195,8 +195,8 @@ class Store:
             )
         except sqlite3.IntegrityError as error:
             raise LedgerError(f"trajectory {trajectory.id} of group {trajectory.group_id} has ended already") from error
-        last = rows[-1]["row"] if rows else None
-        self._event("trajectory", last, trajectory=cursor.lastrowid)
+        last = (rows[-1]["row"], rows[-1]["attempt"]) if rows else (None, None)
+        self._event("trajectory", *last, trajectory=cursor.lastrowid)
 
     # towards a step
 
@@ -253,7 +253,7 @@ class Store:
             "INSERT INTO steps (step, status, checkpoint, metrics, at) VALUES (?, ?, ?, ?, ?)",
             (step, StepStatus.COMMITTED.value, checkpoint, json.dumps(dict(metrics)), time.time()),
         )
-        self._event("step", None, step=step)
+        self._event("step", None, None, step=step)
 
     def leased(self, step: int) -> list[sqlite3.Row]:
         """Rows leased for a step, in the order of the lease."""
@@ -314,7 +314,7 @@ class Store:
         )
         blank = dump(Reward(value=None, status=RewardStatus.UNGRADED, source="erased"))
         self.connection.execute("UPDATE trajectories SET outcome = ? WHERE id = ?", (blank, session))
-        self._event("erased_session", None, session=session)
+        self._event("erased_session", None, None, session=session)
         self.contexts.forget()
 
     # moving
@@ -347,21 +347,23 @@ class Store:
         step: int | None = None,
         pos: int | None = None,
         reason: DropReason | None = None,
+        attempt: int | None = None,
         recovery: bool = False,
     ) -> None:
-        """Puts one row into another state, with its event and the change of the sums.
+        """Puts one row into another state (and attempt), with its event and the change of the sums.
 
         Raises:
             LedgerError: the move is illegal.
         """
         old = State(row["state"])
         check_move(turn_id(row), old, new, recovery=recovery)
+        attempt = row["attempt"] if attempt is None else attempt
         self.connection.execute(
-            "UPDATE turns SET state = ?, step = ?, pos = ?, reason = ? WHERE row = ?",
-            (new.value, step, pos, None if reason is None else reason.value, row["row"]),
+            "UPDATE turns SET state = ?, step = ?, pos = ?, reason = ?, attempt = ? WHERE row = ?",
+            (new.value, step, pos, None if reason is None else reason.value, attempt, row["row"]),
         )
         details = {"step": step, "reason": None if reason is None else reason.value}
-        self._event(new.value, row["row"], **{k: v for k, v in details.items() if v is not None})
+        self._event(new.value, row["row"], attempt, **{k: v for k, v in details.items() if v is not None})
         self.moved[old.value] -= 1
         self.moved[new.value] += 1
         if old is State.DROPPED:
@@ -371,10 +373,10 @@ class Store:
         if new is State.ERASED and row["kind"] == TurnKind.MAIN:
             self.moved["total"] -= 1
 
-    def _event(self, what: str, row: int | None, **data: object) -> None:
+    def _event(self, what: str, row: int | None, attempt: int | None, **data: object) -> None:
         self.connection.execute(
-            "INSERT INTO events (at, what, turn, data) VALUES (?, ?, ?, ?)",
-            (time.time(), what, row, json.dumps(data) if data else None),
+            "INSERT INTO events (at, what, turn, attempt, data) VALUES (?, ?, ?, ?, ?)",
+            (time.time(), what, row, attempt, json.dumps(data) if data else None),
         )
 
     # sums
