@@ -1,0 +1,118 @@
+"""Which weights the engine server holds, which are newest, and who still uses them.
+
+In: versions as they are loaded, names of weights as replies carry them. Out: how to ask for a version, and the version
+of a token. Talks to no server.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from claw_train.errors import EngineError
+from claw_train.types import Version, WeightKind, WeightRef
+
+KEPT_ADAPTERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How one request names its weights."""
+
+    version: Version
+    adapter: str | None
+    """LoRA adapter; None is the server's own weights."""
+
+
+class ServedVersions:
+    """The client's record of one server.
+
+    Args:
+        base: names the weights that the server starts with.
+        stock: the server is not ours: it calls its first weights as it likes, and does not name adapters in replies.
+    """
+
+    def __init__(self, base: Version, *, stock: bool) -> None:
+        self.newest = base
+        self._own = base
+        """The server's own weights: the base, or the full weights loaded last."""
+        self._names = {str(base): base}
+        if stock:
+            self._names["default"] = base
+        self._stock = stock
+        self._adapters: dict[Version, WeightRef] = {}
+        self._full: WeightRef | None = None
+        self._users: Counter[str] = Counter()
+
+    def route(self, wanted: Version | None) -> Route:
+        """How to ask for `wanted`; None is the newest.
+
+        Raises:
+            EngineError: the server does not hold it.
+        """
+        version = self.newest if wanted is None else wanted
+        if version in self._adapters:
+            return Route(version, str(version))
+        # every lineage begins with the same base weights
+        if version == self._own or (version.step == 0 and self._own.step == 0):
+            return Route(version, None)
+        held = ", ".join(str(v) for v in (self._own, *self._adapters))
+        raise EngineError(f"version {version} is not served; the engine holds {held}")
+
+    def label(self, name: str, route: Route) -> Version:
+        """The version behind a name of weights in a reply.
+
+        Raises:
+            EngineError: a name that this request cannot have been answered by.
+        """
+        if route.adapter is not None:
+            if name == route.adapter or (self._stock and name in self._names):
+                return route.version
+            raise EngineError(f"asked adapter {route.adapter}, answered by {name}")
+        found = self._names.get(name)
+        if found is None:
+            raise EngineError(f"the engine answered with weights {name!r}, which this run never loaded")
+        return route.version if found.step == 0 else found
+
+    @contextmanager
+    def using(self, route: Route) -> Iterator[None]:
+        """Marks the adapter as in use, so that it stays loaded."""
+        name = route.adapter
+        if name is None:
+            yield
+            return
+        self._users[name] += 1
+        try:
+            yield
+        finally:
+            self._users[name] -= 1
+
+    def announce(self, ref: WeightRef) -> None:
+        """`ref` is about to be loaded: replies may name full weights from now on."""
+        if ref.kind is WeightKind.FULL:
+            self._names[str(ref.version)] = ref.version
+
+    def loaded(self, ref: WeightRef) -> None:
+        """The server holds `ref`; it is the newest."""
+        if ref.kind is WeightKind.LORA:
+            self._adapters[ref.version] = ref
+        else:
+            self.announce(ref)
+            self._full = ref
+            self._own = ref.version
+        self.newest = ref.version
+
+    def kept(self) -> list[WeightRef]:
+        """What a server that lost everything must be given again, in this order."""
+        adapters = list(self._adapters.values())[-KEPT_ADAPTERS:]
+        return ([self._full] if self._full is not None else []) + adapters
+
+    def unused(self) -> list[Version]:
+        """Adapters older than those kept that no request uses."""
+        old = list(self._adapters)[:-KEPT_ADAPTERS]
+        return [v for v in old if not self._users[str(v)] and v != self.newest]
+
+    def dropped(self, version: Version) -> None:
+        """No request is routed to this adapter any more."""
+        self._adapters.pop(version, None)
+        self._users.pop(str(version), None)
