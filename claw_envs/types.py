@@ -70,6 +70,11 @@ class ExecResult:
     """Bytes written to both streams, including those left out of `stdout` and `stderr`."""
     shell_restarted: bool = False
     """True when the command ended the shell itself; a new one runs, variables and folder are lost."""
+    cwd: str = ""
+    """The shell's folder after the command; "" when unknown (it ended, or no shell ran it)."""
+    stdout_omitted: int = 0
+    """Bytes left out of the middle of `stdout`, at half of the cap (`Limits.output_bytes // 2`)."""
+    stderr_omitted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,133 @@
+"""The command line of bubblewrap for one sandbox.
+
+In: the folder that holds the sandbox's writable places, and what the installed bwrap can do. Out: an argument list.
+The layout inside: the host's programs and a minimal /etc read-only, the writable places bound from one folder of
+limited size, own /proc and /dev, loopback only, uid 1000 without capabilities.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+UID = 1000
+USER = "user"
+HOME = f"/home/{USER}"
+WORK = "/work"
+WRITABLE = (WORK, HOME, "/tmp", "/var/tmp", "/run", "/dev/shm")
+"""Absolute paths inside; each is a folder of the same name below the sandbox's own folder."""
+GRADE = "/grade"
+"""Scratch folder of a check; never there while the agent runs."""
+TESTS = "/tests"
+"""Files for a check, read-only; never there while the agent runs."""
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ETC_FROM_HOST = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "ssl", "magic", "mime.types")
+ETC_FILES = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\n"
+    f"{USER}:x:{UID}:{UID}:{USER}:{HOME}:/bin/bash\n"
+    "nobody:x:65534:65534:nobody:/:/bin/false\n",
+    "group": f"root:x:0:\n{USER}:x:{UID}:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+_KERNEL = ("--proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", "/home", "--perms", "0755", "--dir", "/var")
+_SEALED = ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK)
+USR_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+
+
+class Features(NamedTuple):
+    """What the installed bwrap and kernel allow."""
+
+    disable_userns: bool
+    """Nested user namespaces can be forbidden."""
+
+
+def environment() -> dict[str, str]:
+    """The whole environment of the shell; the same in every sandbox, so that runs can be repeated."""
+    return {
+        "PATH": PATH,
+        "HOME": HOME,
+        "USER": USER,
+        "LOGNAME": USER,
+        "SHELL": "/bin/bash",
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+    }
+
+
+def make_etc(folder: Path) -> None:
+    """Fills `folder` with the /etc of every sandbox, with mount points for the host's parts."""
+    folder.mkdir(mode=0o755)
+    for name, text in ETC_FILES.items():
+        (folder / name).write_text(text)
+    for name in ETC_FROM_HOST:
+        host = Path("/etc") / name
+        if host.is_dir():
+            (folder / name).mkdir(mode=0o755)
+        elif host.exists():
+            (folder / name).touch(mode=0o644)
+
+
+def make_places(folder: Path, uid: int, gid: int) -> None:
+    """The writable places below `folder`, owned by the user of the sandbox."""
+    for place in WRITABLE:
+        path = folder / place.lstrip("/")
+        path.mkdir(mode=0o755, parents=True)
+        if os.getuid() == 0:
+            os.chown(path, uid, gid)
+    for shared in ("tmp", "var/tmp", "dev/shm"):
+        (folder / shared).chmod(0o1777)
+
+
+def system_args(etc: Path) -> list[str]:
+    """The read-only part that every sandbox shares."""
+    args = ["--ro-bind", "/usr", "/usr"]
+    for name in USR_LINKS:
+        host = Path("/") / name
+        if host.is_symlink():
+            args += ["--symlink", str(host.readlink()), str(host)]
+        elif host.is_dir():
+            args += ["--ro-bind", str(host), str(host)]
+    args += ["--ro-bind", str(etc), "/etc"]
+    for name in ETC_FROM_HOST:
+        if (etc / name).exists():
+            args += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    return args
+
+
+def namespace_args(features: Features) -> list[str]:
+    """Namespaces, user, capabilities and environment."""
+    args = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    args += ["--disable-userns"] if features.disable_userns else []
+    args += ["--uid", str(UID), "--gid", str(UID), "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
+    for name, value in environment().items():
+        args += ["--setenv", name, value]
+    return args
+
+
+def shell_args(system: Sequence[str], namespace: Sequence[str], files: Path) -> list[str]:
+    """The machine of the agent's shell."""
+    args = [*namespace, *system, *_KERNEL]
+    for place in WRITABLE:
+        args += ["--bind", f"{files}{place}", place]
+    return [*args, *_SEALED]
+
+
+def check_args(system: Sequence[str], namespace: Sequence[str], files: Path, grade: Path) -> list[str]:
+    """The machine of a grader's program: the agent's places read-only, a scratch folder and tests of its own."""
+    args = [*namespace, *system, *_KERNEL]
+    for place in WRITABLE:
+        if place != "/dev/shm":
+            args += ["--ro-bind", f"{files}{place}", place]
+    args += ["--bind", f"{grade}/scratch", GRADE, "--ro-bind", f"{grade}/tests", TESTS]
+    return [*args, "--setenv", "HOME", GRADE, "--setenv", "TMPDIR", GRADE, *_SEALED]
+
+
+def as_file(args: Sequence[str]) -> int:
+    """A descriptor from which bwrap reads `args` (`--args`), so that the agent's `ps` does not show them."""
+    fd = os.memfd_create("args")
+    os.write(fd, b"".join(os.fsencode(arg) + b"\0" for arg in args))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

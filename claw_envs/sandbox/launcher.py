@@ -1,0 +1,227 @@
+"""The client of the launcher process, over which every sandbox of this process is started.
+
+In: calls from any thread. Out: descriptors and process ids. The launcher is a small single-threaded child
+(`sandbox/host`): forking is safe there, and sandboxes tied to its life do not die with whichever of our threads
+started them. It is started by the first sandbox and again if it died; the sandboxes of a dead launcher are lost.
+Nothing here knows shells, tasks or limits beyond passing them on.
+"""
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from claw_envs.errors import SandboxError, SandboxLost, SandboxTimeout, SandboxUnavailable
+from claw_envs.sandbox.base import Limits
+from claw_envs.sandbox.host import leases
+from claw_envs.sandbox.host.server import MAX_FDS, MAX_MESSAGE
+
+START_S = 20.0
+CALL_S = 60.0
+EXIT_S = 10.0
+_BOOT = "import sys; sys.path.append({folder!r}); from host.server import main; main({fd}, {owner}, {state!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Created:
+    """A new sandbox as the launcher made it."""
+
+    files: Path
+    """Where its writable places lie, as the launcher sees them; reach them through `files_fd`."""
+    files_fd: int
+    events_fd: int | None
+    """The kernel's file with the count of out-of-memory kills; None without a memory group."""
+    uid: int | None
+    """Host user of the sandbox when it has one of its own."""
+    memory_limit: bool
+    pids_limit: bool
+    disk_limit: bool
+
+
+class Launcher:
+    """One launcher process. Thread-safe; calls wait for one another."""
+
+    def __init__(self, state: Path | None = None) -> None:
+        self.owner = os.getpid()
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = ours
+        folder = str(Path(__file__).parent)
+        boot = _BOOT.format(
+            folder=folder, fd=theirs.fileno(), owner=self.owner, state=str(state or leases.default_state())
+        )
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", boot],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                cwd="/",
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._socket.settimeout(START_S)
+        try:
+            self._receive()
+        except SandboxError:
+            self.close()
+            raise
+        self._socket.settimeout(CALL_S)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher."""
+        return self._process.pid
+
+    @property
+    def usable(self) -> bool:
+        """False once it died, was closed, or when this process is a fork of the one that started it."""
+        return self.owner == os.getpid() and self._socket.fileno() >= 0 and self._process.poll() is None
+
+    def ping(self) -> str:
+        """One line on how sandboxes run here. Raises SandboxUnavailable."""
+        reply, _ = self._call("ping")
+        uid = "a host user of its own" if reply["own_uid"] else "the caller's user"
+        return f"bubblewrap under {uid}; private mounts: {reply['privacy']}"
+
+    def create(self, identifier: str, limits: Limits, *, local: bool) -> Created:
+        """Makes the files and groups of a sandbox.
+
+        Raises:
+            SandboxUnavailable: this machine cannot run the backend.
+        """
+        reply, fds = self._call(
+            "create",
+            id=identifier,
+            local=local,
+            memory_bytes=limits.memory_bytes,
+            pids=limits.pids,
+            disk_bytes=limits.disk_bytes,
+            lease_s=limits.lease_s,
+        )
+        uid = reply.get("uid")
+        return Created(
+            files=Path(str(reply["files"])),
+            files_fd=fds[0],
+            events_fd=fds[1] if len(fds) > 1 else None,
+            uid=uid if isinstance(uid, int) else None,
+            memory_limit=bool(reply["memory"]),
+            pids_limit=bool(reply["pids"]),
+            disk_limit=bool(reply["disk"]),
+        )
+
+    def start_shell(self, identifier: str, fds: Sequence[int]) -> int:
+        """Starts the shell with `fds` as stdin, stdout, stderr and status; returns its outermost process id."""
+        return _int(self._call("shell", fds, id=identifier)[0]["pid"])
+
+    def start_check(self, identifier: str, argv: Sequence[str], fds: Sequence[int]) -> int:
+        """Starts a grader's program with `fds` as stdin, stdout, stderr; returns its outermost process id."""
+        return _int(self._call("check", fds, id=identifier, argv=list(argv))[0]["pid"])
+
+    def end(self, identifier: str, grace_s: float) -> int | None:
+        """Waits `grace_s` for the sandbox's processes to end, then kills them; returns the exit code."""
+        code = self._call("end", id=identifier, grace_s=grace_s)[0]["code"]
+        return None if code is None else _int(code)
+
+    def freeze(self, identifier: str) -> int:
+        """Kills the sandbox's processes; returns a descriptor of the folder for checks."""
+        return self._call("freeze", id=identifier)[1][0]
+
+    def destroy(self, identifier: str) -> None:
+        """Kills and removes everything of one sandbox. Idempotent."""
+        self._call("destroy", id=identifier)
+
+    def close(self) -> None:
+        """Ends the launcher, which removes all its sandboxes first. Idempotent; does nothing in a fork."""
+        if self.owner != os.getpid():
+            return
+        self._socket.close()
+        try:
+            self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(EXIT_S)
+
+    def abandon(self) -> None:
+        """Drops this process's copy of the socket; for a fork, which must not keep the launcher alive."""
+        self._socket.close()
+
+    def _call(self, operation: str, fds: Sequence[int] = (), **fields: object) -> tuple[dict[str, object], list[int]]:
+        if self.owner != os.getpid():
+            raise SandboxLost("this sandbox belongs to the process that forked this one")
+        message = json.dumps({"op": operation} | fields).encode()
+        if len(message) > MAX_MESSAGE:
+            raise ValueError(f"a request of {len(message)} bytes is over the {MAX_MESSAGE} that the launcher takes")
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [message], fds)
+            except OSError as error:
+                raise SandboxLost(f"the sandbox launcher is gone: {error}") from error
+            return self._receive()
+
+    def _receive(self) -> tuple[dict[str, object], list[int]]:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_FDS)
+        except TimeoutError as error:
+            self._process.kill()  # an answer that came later would be taken for the next call's
+            raise SandboxTimeout("the sandbox launcher does not answer") from error
+        except OSError as error:
+            raise SandboxLost(f"the sandbox launcher is gone: {error}") from error
+        if not data:
+            raise SandboxLost("the sandbox launcher is gone")
+        reply = json.loads(data)
+        kinds = {"unavailable": SandboxUnavailable, "lost": SandboxLost, "failed": SandboxError}
+        if "error" in reply:
+            raise kinds[reply["error"]](reply["message"])
+        return reply, fds
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int), value
+    return value
+
+
+_current: Launcher | None = None
+_current_lock = threading.Lock()
+_hooked = False
+
+
+def get_launcher() -> Launcher:
+    """The launcher of this process, started or restarted where need be.
+
+    Raises:
+        SandboxUnavailable: it cannot run here.
+    """
+    global _current
+    with _current_lock:
+        if _current is None or not _current.usable:
+            _hook()
+            _current = Launcher()
+        return _current
+
+
+def _hook() -> None:
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        atexit.register(_close_current)
+        os.register_at_fork(after_in_child=_forget_current)
+
+
+def _close_current() -> None:
+    if _current is not None:
+        _current.close()
+
+
+def _forget_current() -> None:
+    global _current, _current_lock
+    _current_lock = threading.Lock()
+    if _current is not None:
+        _current.abandon()
+        _current = None
