@@ -1,0 +1,190 @@
+"""Checkpoint and weight folders of a run: names, durable writing, finding, pruning. Imports no torch.
+
+A folder is written as `.tmp-<name>`, its files and itself are fsynced, and one rename makes it exist; so a folder
+with a proper name is whole. Lineages are counted in a file, so that a version never names two weights.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from claw_train.errors import ConfigError, TrainerError
+from claw_train.types import Version
+
+STATE_FILE = "state.json"
+"""Of a checkpoint: step, version, identity of the model, and the sizes of the other files."""
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
+_TMP = ".tmp-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    step: int
+    version: Version
+    path: Path
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    """Where checkpoints are."""
+    return run_dir / "checkpoints"
+
+
+def weights_dir(run_dir: Path) -> Path:
+    """Where weights for the engine are."""
+    return run_dir / "weights"
+
+
+def checkpoint_name(step: int) -> str:
+    """Folder name of the checkpoint after `step`."""
+    return f"step-{step:06d}"
+
+
+def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Whole checkpoints, oldest first; anything half-written is passed over."""
+    found: list[Checkpoint] = []
+    with contextlib.suppress(FileNotFoundError):
+        for path in checkpoints_dir(run_dir).iterdir():
+            if _CHECKPOINT.fullmatch(path.name):
+                with contextlib.suppress(ConfigError):
+                    found.append(read_checkpoint(path))
+    return sorted(found, key=lambda c: c.step)
+
+
+def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
+    """The newest whole checkpoint of a run; None when there is none."""
+    found = list_checkpoints(run_dir)
+    return found[-1] if found else None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """What a checkpoint folder says of itself.
+
+    Raises:
+        ConfigError: it is no whole checkpoint; names the file.
+    """
+    state = read_state(path)
+    return Checkpoint(step=int(state["step"]), version=Version.parse(state["version"]), path=path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The checked `state.json` of a checkpoint.
+
+    Raises:
+        ConfigError: missing, unreadable, or another file of the folder is missing or cut short.
+    """
+    file = path / STATE_FILE
+    try:
+        state: dict[str, Any] = json.loads(file.read_text())
+        sizes: dict[str, int] = state["files"]
+        Version.parse(state["version"])
+        wrong = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not part of a whole checkpoint ({error}); choose another one") from None
+    if wrong:
+        raise ConfigError(f"{path / wrong[0]} has the wrong size; choose another checkpoint")
+    return state
+
+
+def next_lineage(run_dir: Path) -> int:
+    """Takes the next unused lineage of a run: 0 the first time; durable before it returns.
+
+    Raises:
+        TrainerError: the counter could not be written or read.
+    """
+    folder = checkpoints_dir(run_dir)
+    counter = folder / "lineage"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lineage = int(counter.read_text()) + 1 if counter.exists() else 0
+        tmp = folder / f"{_TMP}lineage"
+        tmp.write_text(str(lineage))
+        _fsync(tmp)
+        tmp.replace(counter)
+        _fsync(folder)
+    except (OSError, ValueError) as error:
+        raise TrainerError(f"lineage counter {counter}: {error}") from error
+    return lineage
+
+
+@contextmanager
+def durable_folder(target: Path, before_rename: Callable[[], None], after_rename: Callable[[], None]) -> Iterator[Path]:
+    """Yields a temporary folder that becomes `target` when the block ends without an error.
+
+    Args:
+        target: must not exist.
+        before_rename: called when all is on disk but not yet named.
+        after_rename: called when the name is on disk too.
+    """
+    parent = target.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    tmp = parent / f"{_TMP}{target.name}"
+    shutil.rmtree(tmp, ignore_errors=True)
+    try:
+        tmp.mkdir()
+        yield tmp
+        for file in sorted(tmp.rglob("*")):
+            _fsync(file)
+        _fsync(tmp)
+        before_rename()
+        tmp.rename(target)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    _fsync(parent)
+    after_rename()
+
+
+def clean(run_dir: Path) -> None:
+    """Removes what an interrupted writer left behind."""
+    for folder in (checkpoints_dir(run_dir), weights_dir(run_dir)):
+        with contextlib.suppress(FileNotFoundError):
+            for path in folder.iterdir():
+                if path.name.startswith(_TMP):
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def prune_checkpoints(run_dir: Path, *, keep: int, newest: int) -> None:
+    """Removes checkpoints of steps after `newest`, which were rolled back, and all but the last `keep` others."""
+    found = list_checkpoints(run_dir)
+    old = [c for c in found if c.step <= newest][:-keep]
+    for checkpoint in old + [c for c in found if c.step > newest]:
+        _remove(checkpoint.path)
+
+
+def prune_weights(run_dir: Path, *, policy: str, keep: int) -> None:
+    """Removes all weight folders of a policy but the `keep` newest by lineage and step."""
+    folders: list[tuple[Version, Path]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for path in weights_dir(run_dir).iterdir():
+            with contextlib.suppress(ValueError):
+                version = Version.parse(path.name)
+                if version.policy == policy:
+                    folders.append((version, path))
+    folders.sort(key=lambda item: (item[0].lineage, item[0].step))
+    for _, path in folders[:-keep]:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Renames first, so that a folder with a proper name is never half removed."""
+    doomed = path.with_name(f"{_TMP}old-{path.name}")
+    with contextlib.suppress(OSError):
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,264 @@
+"""The ranks behind one handle: `RemoteTrainer`, the main process's `Trainer`. Imports no torch.
+
+In: a `TrainerSpec` and batches. Out: child processes (`training.worker`), one a rank, and their reports. Each rank is
+asked over its own local socket, authenticated with a key that exists in two environments only. Any silence, death or
+failure of one rank ends them all; `start` brings them back from a checkpoint. Knows no ledger or engine.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+
+from claw_train import codec
+from claw_train.children import Child, ChildSpec, cores
+from claw_train.errors import ChildError, GuardError, TrainerError
+from claw_train.training.folders import next_lineage
+from claw_train.training.spec import KEY_ENV, Op, Reply, Request, Started, TrainerSpec
+from claw_train.types import Batch, StepReport
+
+_STRAGGLER_S = 10.0
+"""How long the other ranks may take to fail once one has failed."""
+
+
+class RemoteTrainer:
+    """Implements `protocols.Trainer` with worker processes."""
+
+    def __init__(self, spec: TrainerSpec, *, threads: int | None = None) -> None:
+        """Starts nothing yet.
+
+        Args:
+            spec: the same for all ranks.
+            threads: of each rank; `spec.trainer.threads` wins over it, and the default is an equal share of the cores.
+        """
+        self.spec = spec
+        share = max(1, cores() // spec.trainer.num_ranks)
+        self._threads = spec.trainer.threads or threads or share
+        self._ranks: list[_RankHandle] = []
+        self._folder: Path | None = None
+        self._busy = asyncio.Lock()
+
+    async def start(self, checkpoint: Path | None = None) -> Started:
+        """Starts the ranks, after ending earlier ones, from a checkpoint or the base, under a new lineage.
+
+        Raises:
+            ConfigError: the checkpoint is not whole or of another model or configuration.
+            ModelError: the model folder cannot be loaded.
+            ChildError: a rank ended or was not ready in time.
+            TrainerError: the ranks failed to start.
+        """
+        async with self._busy:
+            await self._stop()
+            try:
+                lineage = await asyncio.to_thread(next_lineage, Path(self.spec.run_dir))
+                await self._spawn()
+                return await self._begin(Op.INIT, checkpoint, lineage)
+            except BaseException:
+                await self._stop()
+                raise
+
+    async def load(self, checkpoint: Path) -> Started:
+        """Goes back to a checkpoint without a restart, under a new lineage; later checkpoints are removed.
+
+        Raises:
+            ConfigError: the checkpoint is not whole or of another model or configuration.
+            ChildError, TrainerError: the ranks failed; start them again.
+        """
+        async with self._busy:
+            lineage = await asyncio.to_thread(next_lineage, Path(self.spec.run_dir))
+            return await self._begin(Op.LOAD, checkpoint, lineage)
+
+    async def step(self, batch: Batch) -> StepReport:
+        """One optimizer step, then checkpoint and weights on disk; see `protocols.Trainer`.
+
+        Raises:
+            GuardError: non-finite loss or mismatch above the halt level; nothing was written and the ranks live on.
+            ChildError: a rank died; carries the end of its log.
+            TrainerError: the ranks failed or were silent for `step_timeout_s`; start them again.
+        """
+        async with self._busy:
+            replies = await self._ask(Request(op=Op.STEP, batch=batch), self.spec.trainer.step_timeout_s)
+            report = replies[0].report
+            if report is None:
+                raise TrainerError(f"rank 0 gave no report of step {batch.step}")
+            return report
+
+    async def aclose(self) -> None:
+        """Ends the ranks, also in the middle of a step. Idempotent."""
+        for rank in self._ranks:
+            rank.close()
+        async with self._busy:
+            await self._stop()
+
+    async def _begin(self, op: Op, checkpoint: Path | None, lineage: int) -> Started:
+        path = str(checkpoint) if checkpoint is not None else None
+        request = Request(op=op, checkpoint=path, lineage=lineage)
+        replies = await self._ask(request, self.spec.trainer.start_timeout_s)
+        started = replies[0].started
+        assert started is not None
+        return started
+
+    async def _spawn(self) -> None:
+        count = self.spec.trainer.num_ranks
+        # sockets have short names only, so they do not live in the run folder
+        self._folder = Path(tempfile.mkdtemp(prefix="claw-"))
+        config = self._folder / "spec.json"
+        config.write_bytes(codec.dump(self.spec))
+        key = secrets.token_bytes(32)
+        for rank in range(count):
+            address = str(self._folder / f"rank{rank}")
+            args = ["--address", address, "--config", str(config), "--rank", str(rank)]
+            env = {KEY_ENV: key.hex()}
+            if count > 1:
+                args += ["--meeting", str(self._folder / "meeting")]
+                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+                env |= {"LOCAL_WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+            child = await Child.start(
+                ChildSpec(
+                    name=f"trainer rank {rank}",
+                    module="claw_train.training.worker",
+                    args=tuple(args),
+                    env=env,
+                    log=Path(self.spec.run_dir) / "logs" / f"trainer-{rank}.log",
+                    threads=self._threads,
+                )
+            )
+            self._ranks.append(_RankHandle(child, address, key))
+        await asyncio.gather(*(rank.connect(self.spec.trainer.start_timeout_s) for rank in self._ranks))
+
+    async def _ask(self, request: Request, timeout_s: float) -> list[Reply]:
+        """Puts one request to every rank; the replies in order of rank.
+
+        An error that every rank reports leaves them running; anything else ends them.
+        """
+        if not self._ranks:
+            raise TrainerError("the trainer is not running: start it first")
+        payload = codec.dump(request)
+        tasks = [asyncio.create_task(rank.ask(payload, timeout_s)) for rank in self._ranks]
+        try:
+            replies = await _all_or_first_failure(tasks)
+        except BaseException:
+            await self._stop()
+            raise
+        errors = [error for reply in replies if (error := reply.error()) is not None]
+        if not errors:
+            return replies
+        if len(errors) < len(self._ranks) or not isinstance(errors[0], GuardError):
+            await self._stop()
+        raise errors[0]
+
+    async def _stop(self) -> None:
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.close()
+        await asyncio.gather(*(rank.child.stop() for rank in ranks))
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, True)
+            self._folder = None
+
+
+async def _all_or_first_failure(tasks: "list[asyncio.Task[Reply]]") -> list[Reply]:
+    """All replies; once one fails, the rest get a moment to say why too, and the first error in time wins."""
+    failed = False
+    first: Reply | None = None
+    pending = set(tasks)
+    try:
+        while pending:
+            done, pending = await asyncio.wait(
+                pending, timeout=_STRAGGLER_S if failed else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                assert first is not None
+                error = first.error()
+                assert error is not None
+                raise error
+            for task in done:
+                reply = task.result()
+                if reply.failure is not None and first is None:
+                    first, failed = reply, True
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _RankHandle:
+    """One child and the connection to it. No thread of ours can be stuck: closing wakes whoever reads or writes."""
+
+    def __init__(self, child: Child, address: str, key: bytes) -> None:
+        self.child = child
+        self._address = address
+        self._key = key
+        self._connection: Connection[bytes, bytes] | None = None
+
+    async def connect(self, timeout_s: float) -> None:
+        """Waits for the rank's socket.
+
+        Raises:
+            ChildError: the rank ended or did not come up in time.
+        """
+
+        async def connected() -> bool:
+            try:
+                self._connection = await asyncio.wait_for(asyncio.to_thread(self._open), timeout_s)
+            except (FileNotFoundError, ConnectionRefusedError):
+                return False
+            return True
+
+        try:
+            await self.child.wait_ready(connected, timeout_s=timeout_s)
+        except (OSError, EOFError, AuthenticationError) as error:
+            raise ChildError(f"{self.child.spec.name} refused its connection: {error}") from error
+
+    def _open(self) -> "Connection[bytes, bytes]":
+        return Client(self._address, family="AF_UNIX", authkey=self._key)
+
+    async def ask(self, payload: bytes, timeout_s: float) -> Reply:
+        """One request and its reply.
+
+        Raises:
+            ChildError: the rank died.
+            TrainerError: it was silent for `timeout_s`.
+        """
+        connection = self._connection
+        assert connection is not None
+        try:
+            data = await asyncio.wait_for(asyncio.to_thread(_exchange, connection, payload), timeout_s)
+        except TimeoutError:
+            self.close()
+            raise TrainerError(f"{self.child.spec.name} was silent for {timeout_s:.0f} s") from None
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        except (OSError, EOFError):
+            if self._connection is None:
+                raise TrainerError(f"{self.child.spec.name} was closed while it worked") from None
+            self.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.child.wait(), 5.0)
+            status = self.child.returncode
+            raise ChildError(f"{self.child.spec.name} died (status {status}): {self.child.last_words()}") from None
+        return codec.load(Reply, data)
+
+    def close(self) -> None:
+        """Ends the connection and wakes a thread that waits at it. Idempotent.
+
+        The descriptor itself is freed with the last reference, so a waiting thread never sees it given to another file.
+        """
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as twin:
+            twin.shutdown(socket.SHUT_RDWR)
+
+
+def _exchange(connection: "Connection[bytes, bytes]", payload: bytes) -> bytes:
+    connection.send_bytes(payload)
+    return connection.recv_bytes()
