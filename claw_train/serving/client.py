@@ -20,7 +20,7 @@ from claw_train.serving.priority import PriorityGate, Urgency
 from claw_train.serving.transport import Lost, Refused, Transient, Transport
 from claw_train.serving.versions import Route, ServedVersions
 from claw_train.serving.wire import generate_body, read_completion, read_scores, score_body
-from claw_train.types import Completion, GenerateRequest, TokenScores, Version, WeightRef
+from claw_train.types import Completion, GenerateRequest, TokenScores, Version, WeightKind, WeightRef
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,10 @@ _DOWN_POLL_S = 0.25
 class ServerInfo:
     """What a server says of itself; empty or None where it says nothing."""
 
+    engine: str
+    """`claw-...` for our own servers; empty for others."""
     version: str
-    """Of the server program."""
+    """Of the server program, or of SGLang's contract that it follows."""
     model_path: str
     weight_version: str
     context: int | None
@@ -71,6 +73,7 @@ class EngineClient:
         self._loading = asyncio.Lock()
         self._suspect = False
         """The server may have been replaced by one without our weights."""
+        self._cache_keys = False
         self._scores = 0
         self._background: set[asyncio.Task[None]] = set()
 
@@ -143,6 +146,9 @@ class EngineClient:
             EngineError: the weights were not taken over; requests go on with the old ones.
         """
         async with self._loading:
+            if self._stock and ref.kind is WeightKind.FULL:
+                # ours key cached prefixes by version themselves, and refuse a field they do not know
+                self._cache_keys = not (await self.server_info()).engine.startswith("claw")
             self._versions.announce(ref)
             await self._persist(lambda: self._loader.load(ref), heal=False)
             self._versions.loaded(ref)
@@ -178,6 +184,7 @@ class EngineClient:
         model = await self._get("/model_info", "/get_model_info")
         both = {**server, **{k: v for k, v in model.items() if v is not None}}
         return ServerInfo(
+            engine=str(both.get("engine") or ""),
             version=str(both.get("version") or ""),
             model_path=str(both.get("model_path") or ""),
             weight_version=str(both.get("weight_version") or ""),
@@ -216,7 +223,7 @@ class EngineClient:
         """Keeps a stock server from reusing cached prefixes of weights that were replaced."""
         if not self._stock or route.adapter is not None or route.version.step == 0:
             return {}
-        return {"extra_key": str(route.version)}
+        return {"extra_key": str(route.version)} if self._cache_keys else {}
 
     async def _ask(self, body: dict[str, Any], rid: str) -> dict[str, Any]:
         """One /generate, repeated as needed and aborted on the server when we are cancelled."""

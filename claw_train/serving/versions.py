@@ -104,7 +104,8 @@ class ServedVersions:
 
     def kept(self) -> list[WeightRef]:
         """What a server that lost everything must be given again, in this order."""
-        adapters = list(self._adapters.values())[-KEPT_ADAPTERS:]
+        unused = self.unused()
+        adapters = [ref for version, ref in self._adapters.items() if version not in unused]
         return ([self._full] if self._full is not None else []) + adapters
 
     def unused(self) -> list[Version]:
