@@ -81,6 +81,11 @@ class Ledger:
         """The failure of the disk after which nothing is recorded any more; None while all is well."""
         return self._writer.failed
 
+    @property
+    def commits(self) -> int:
+        """Transactions committed since the opening: at most one for each call, fewer when calls come together."""
+        return self._writer.commits
+
     async def add_group(self, group: GroupRecord) -> None:
         """Registers a group before its first turn; the same record again, as after a reissue, changes nothing."""
         await self._do("group", lambda store: store.add_group(group))

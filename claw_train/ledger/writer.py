@@ -48,6 +48,8 @@ class Writer:
         self._room = asyncio.Semaphore(MAX_WAITING)
         self.failed: DiskError | None = None
         """Set once the disk failed; every later operation raises it."""
+        self.commits = 0
+        """Transactions committed; each is one fsync."""
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="ledger-writer", daemon=True)
         self._thread.start()
@@ -119,6 +121,7 @@ class Writer:
         for name in done:
             crash_point(f"ledger.{name}.before")
         store.connection.execute("COMMIT")
+        self.commits += 1
         for name in done:
             crash_point(f"ledger.{name}.after")
         store.counts = apply(store.counts, store.uncommitted)
