@@ -1,0 +1,101 @@
+"""Families that move whole files about: rename, copy, delete, move into a folder."""
+
+from claw_envs.terminal.families.base import Checks, Exercise
+from claw_envs.terminal.tree import Tree
+from claw_envs.terminal.words import Draw
+
+
+def rename(draw: Draw, level: int) -> Exercise:
+    """Give one file (level 2: two files) a new name."""
+    pairs = [(draw.file(), draw.file()) for _ in range(level)]
+    files = {old: draw.text() for old, _ in pairs} | {draw.file(): draw.text()}
+    listed = " and ".join(draw.say(train=[f"{old} to {new}"], other=[f"{old} into {new}"]) for old, new in pairs)
+    instruction = draw.say(
+        train=[f"Rename {listed}.", f"Please rename {listed}."],
+        other=[f"I want you to rename {listed}.", f"Rename the file {listed}."],
+    )
+
+    def checks(tree: Tree) -> Checks:
+        touched = [name for pair in pairs for name in pair]
+        return {
+            "new_name_holds_the_text": all(tree.text(new) == files[old] for old, new in pairs),
+            "old_name_is_gone": all(old not in tree.entries for old, _ in pairs),
+            "rest_untouched": tree.unchanged(files, but=touched),
+        }
+
+    oracle = tuple(f"mv {old} {new}" for old, new in pairs)
+    return Exercise(instruction=instruction, files=files, oracle=oracle, checks=checks)
+
+
+def copy(draw: Draw, level: int) -> Exercise:
+    """Copy a file (level 2: into a folder that does not exist yet)."""
+    source, target, folder = draw.file(), draw.file(), draw.folder()
+    files = {source: draw.text(), draw.file(): draw.text()}
+    if level == 1:
+        instruction = draw.say(
+            train=[f"Copy {source} to {target}.", f"Make a copy of {source} named {target}."],
+            other=[f"Create a copy of {source} called {target}.", f"Please copy the file {source} to {target}."],
+        )
+        oracle, new = (f"cp {source} {target}",), [target]
+    else:
+        instruction = draw.say(
+            train=[f"Make a folder named {folder} and copy {source} into it."],
+            other=[f"Create the folder {folder}, then put a copy of {source} there."],
+        )
+        oracle, new = (f"mkdir {folder}", f"cp {source} {folder}/"), [folder, f"{folder}/{source}"]
+
+    def checks(tree: Tree) -> Checks:
+        return {
+            "copy_holds_the_text": tree.text(new[-1]) == files[source],
+            "original_and_rest_untouched": tree.unchanged(files, but=new),
+        }
+
+    return Exercise(instruction=instruction, files=files, oracle=oracle, checks=checks)
+
+
+def delete(draw: Draw, level: int) -> Exercise:
+    """Delete one file of three (level 2: a file and a folder with what it holds)."""
+    victim, folder = draw.file(), draw.folder()
+    files = {victim: draw.text(), draw.file(): draw.text(), draw.file(): draw.text()}
+    oracle, gone = [f"rm {victim}"], [victim]
+    what = draw.say(train=[victim, f"the file {victim}"], other=[f"{victim} from this folder", f"my file {victim}"])
+    if level == 2:
+        inner = f"{folder}/{draw.file()}"
+        files[inner] = draw.text()
+        oracle.append(f"rm -r {folder}")
+        gone += [folder, inner]
+        what = f"{victim} and the folder {folder}"
+    instruction = draw.say(
+        train=[f"Delete {what}.", f"Please delete {what}."], other=[f"Remove {what}.", f"I need you to delete {what}."]
+    )
+
+    def checks(tree: Tree) -> Checks:
+        return {
+            "gone": all(path not in tree.entries for path in gone),
+            "rest_is_there": tree.unchanged(files, but=gone),
+        }
+
+    return Exercise(instruction=instruction, files=files, oracle=tuple(oracle), checks=checks)
+
+
+def move_into(draw: Draw, level: int) -> Exercise:
+    """Move a file into a folder (level 2: two files into two folders)."""
+    moves = [(draw.file(), draw.folder()) for _ in range(level)]
+    files = {name: draw.text() for name, _ in moves} | {f"{folder}/": "" for _, folder in moves}
+    files[draw.file()] = draw.text()
+    listed = " and ".join(f"{name} into the folder {folder}" for name, folder in moves)
+    inside = " and ".join(f"{name} inside the {folder} folder" for name, folder in moves)
+    instruction = draw.say(
+        train=[f"Move {listed}.", f"Please move {listed}."], other=[f"Put {inside}.", f"I want to move {listed}."]
+    )
+
+    def checks(tree: Tree) -> Checks:
+        targets = {name: f"{folder}/{name}" for name, folder in moves}
+        return {
+            "arrived": all(tree.text(target) == files[name] for name, target in targets.items()),
+            "left": all(name not in tree.entries for name in targets),
+            "rest_untouched": tree.unchanged(files, but=[*targets, *targets.values()]),
+        }
+
+    oracle = tuple(f"mv {name} {folder}/" for name, folder in moves)
+    return Exercise(instruction=instruction, files=files, oracle=oracle, checks=checks)
