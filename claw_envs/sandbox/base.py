@@ -79,6 +79,8 @@ class Sandbox(Protocol):
     def run_check(self, argv: list[str], *, timeout_s: float) -> ExecResult:
         """After `freeze`: runs a grader's program in a new process, network off, agent's files read-only.
 
+        Before `freeze` it runs beside the agent's processes, which may change the files meanwhile: a glimpse, no grade.
+
         Raises:
             SandboxLost: the sandbox is gone.
         """

@@ -16,6 +16,7 @@ from claw_envs.sandbox import files
 from claw_envs.sandbox.base import Capabilities, Limits
 from claw_envs.sandbox.host.bwrap import TESTS, WRITABLE
 from claw_envs.sandbox.host.cgroups import oom_kills
+from claw_envs.sandbox.host.sandboxes import Part
 from claw_envs.sandbox.launcher import Launcher, get_launcher
 from claw_envs.sandbox.output import HeadTail
 from claw_envs.sandbox.shell import Answer, Pipes, Shell, collect
@@ -43,14 +44,15 @@ class HostedSandbox:
         self._lock = threading.RLock()
         self._closed = False
         self._shell: Shell | None = None
+        self._frozen = False
         self._grade_fd: int | None = None
         self._launcher = launcher or get_launcher()
         self._made = self._launcher.create(self.id, self.limits, local=self.local)
         self.capabilities = Capabilities(
             isolated=not self.local,
             network_off=not self.local,
-            memory_limit=self._made.memory_limit,
-            pids_limit=self._made.pids_limit,
+            memory_limit=self._made.events_fd is not None,
+            pids_limit=self._made.events_fd is not None or not self.local,
             disk_limit=self._made.disk_limit,
         )
         try:
@@ -67,7 +69,7 @@ class HostedSandbox:
         """See `Sandbox.exec`. A shell that the command ended is replaced, with all processes of the sandbox."""
         with self._lock:
             self._check_open()
-            if self._grade_fd is not None:
+            if self._frozen:
                 raise SandboxError("a frozen sandbox runs no commands; use run_check")
             killed = self._oom_count()
             if self._shell is None:
@@ -78,22 +80,18 @@ class HostedSandbox:
             code = answer.exit_code
             if answer.ended:
                 code = self._replace_shell(answer)
-            return self._result(answer.stdout, answer.stderr, code, killed, answer)
+            return _result(
+                answer.stdout,
+                answer.stderr,
+                code,
+                timed_out=answer.timed_out,
+                oom=self._oom_count() > killed,
+                shell_restarted=answer.ended,
+                cwd=answer.cwd,
+            )
 
-    def _result(self, out: HeadTail, err: HeadTail, code: int | None, killed: int, answer: Answer | None) -> ExecResult:
-        timed_out = answer is not None and answer.timed_out
-        return ExecResult(
-            stdout=out.value(),
-            stderr=err.value(),
-            exit_code=None if timed_out else code,
-            timed_out=timed_out,
-            oom=self._oom_count() > killed,
-            bytes_total=out.total + err.total,
-            stdout_omitted=out.omitted,
-            stderr_omitted=err.omitted,
-            shell_restarted=answer is not None and answer.ended,
-            cwd=answer.cwd if answer is not None else "",
-        )
+    def _oom_count(self) -> int:
+        return _oom_count(self._made.events_fd)
 
     def _start_shell(self) -> None:
         """Leaves `_shell` None when the kernel kills the new shell for memory."""
@@ -132,22 +130,14 @@ class HostedSandbox:
         self._shell.close()
         self._shell = None
         self._check_open()
-        code = self._launcher.end(self.id, 0.0 if answer.timed_out else EXIT_S)
+        code = self._launcher.end(self.id, Part.SHELL, 0.0 if answer.timed_out else EXIT_S)
         self._start_shell()
         return code
-
-    def _oom_count(self) -> int:
-        if self._made.events_fd is None:
-            return 0
-        try:
-            return oom_kills(os.pread(self._made.events_fd, 4096, 0))
-        except OSError:
-            return 0  # the group was removed: the next call says that the sandbox is gone
 
     # -- files --------------------------------------------------------------------------------------------------
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """See `Sandbox.write`. `/tests/...` is seen by checks only and can be written after `freeze`.
+        """See `Sandbox.write`. What lies below `/tests` is seen by checks only.
 
         Raises:
             ValueError: `path` is not absolute, or outside the places that can be written.
@@ -157,8 +147,8 @@ class HostedSandbox:
             self._check_open()
             root = self._root_of(path)
             if root is None:
-                raise ValueError(f"cannot write {path!r}: only below {', '.join(WRITABLE)}, and {TESTS} after freeze")
-            files.write(root, path, data, mode, self._made.uid)
+                raise ValueError(f"cannot write {path!r}: only below {', '.join((*WRITABLE, TESTS))}")
+            files.write(root, path, data, mode, self._made.uid if root == self._made.files_fd else self._made.check_uid)
 
     def read(self, path: str, *, max_bytes: int) -> bytes | None:
         """See `Sandbox.read`. Links are followed as inside the sandbox; system files are not there."""
@@ -172,6 +162,8 @@ class HostedSandbox:
         if not pure.is_absolute() or ".." in pure.parts:
             raise ValueError(f"need an absolute path without '..', got {path!r}")
         if pure.is_relative_to(TESTS):
+            if self._grade_fd is None:
+                self._grade_fd = self._launcher.open_grade(self.id)
             return self._grade_fd
         inside = any(pure.is_relative_to(place) and str(pure) != place for place in WRITABLE)
         return self._made.files_fd if inside else None
@@ -182,41 +174,33 @@ class HostedSandbox:
         """See `Sandbox.freeze`. Idempotent."""
         with self._lock:
             self._check_open()
-            if self._grade_fd is not None:
-                return
-            self._grade_fd = self._launcher.freeze(self.id)
+            self._launcher.freeze(self.id)
+            self._frozen = True
             self._drop_shell()
 
     def run_check(self, argv: list[str], *, timeout_s: float) -> ExecResult:
-        """See `Sandbox.run_check`. The program may write to /grade and read /tests; a check that dies is data."""
+        """See `Sandbox.run_check`. The program may write to /grade and read /tests; how it ends is data."""
         with self._lock:
             self._check_open()
-            if self._grade_fd is None:
-                raise SandboxError("run_check needs a frozen sandbox; call freeze first")
-            killed = self._oom_count()
             pipes = Pipes.make()
+            stdin = os.open(os.devnull, os.O_RDONLY)
+            events: int | None = None
             try:
-                stdin = os.open(os.devnull, os.O_RDONLY)
                 try:
-                    self._launcher.start_check(self.id, argv, (stdin, *pipes.theirs[1:3]))
+                    events = self._launcher.start_check(self.id, argv, (stdin, *pipes.theirs[1:3]))
                 finally:
                     os.close(stdin)
                     pipes.close_theirs()
+                killed = _oom_count(events)
                 out, err, done = collect(pipes, self.limits.output_bytes, time.monotonic() + timeout_s)
                 self._check_open()
-                code = self._launcher.end(self.id, EXIT_S if done else 0.0)
+                code = self._launcher.end(self.id, Part.CHECK, EXIT_S if done else 0.0)
+                oom = _oom_count(events) > killed
+                return _result(out, err, code, timed_out=not done, oom=oom)
             finally:
                 pipes.close()
-            return ExecResult(
-                stdout=out.value(),
-                stderr=err.value(),
-                exit_code=code if done else None,
-                timed_out=not done,
-                oom=self._oom_count() > killed,
-                bytes_total=out.total + err.total,
-                stdout_omitted=out.omitted,
-                stderr_omitted=err.omitted,
-            )
+                if events is not None:
+                    os.close(events)
 
     def close(self) -> None:
         """See `Sandbox.close`. Interrupts a command that another thread runs here."""
@@ -247,3 +231,36 @@ class HostedSandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _oom_count(events_fd: int | None) -> int:
+    if events_fd is None:
+        return 0
+    try:
+        return oom_kills(os.pread(events_fd, 4096, 0))
+    except OSError:
+        return 0  # the group was removed: the next call says that the sandbox is gone
+
+
+def _result(
+    out: HeadTail,
+    err: HeadTail,
+    code: int | None,
+    *,
+    timed_out: bool,
+    oom: bool,
+    shell_restarted: bool = False,
+    cwd: str = "",
+) -> ExecResult:
+    return ExecResult(
+        stdout=out.value(),
+        stderr=err.value(),
+        exit_code=None if timed_out else code,
+        timed_out=timed_out,
+        oom=oom,
+        bytes_total=out.total + err.total,
+        stdout_omitted=out.omitted,
+        stderr_omitted=err.omitted,
+        shell_restarted=shell_restarted,
+        cwd=cwd,
+    )

@@ -20,6 +20,7 @@ from pathlib import Path
 from claw_envs.errors import SandboxError, SandboxLost, SandboxTimeout, SandboxUnavailable
 from claw_envs.sandbox.base import Limits
 from claw_envs.sandbox.host import leases
+from claw_envs.sandbox.host.sandboxes import Part
 from claw_envs.sandbox.host.server import MAX_FDS, MAX_MESSAGE
 
 START_S = 20.0
@@ -32,15 +33,14 @@ _BOOT = "import sys; sys.path.append({folder!r}); from host.server import main; 
 class Created:
     """A new sandbox as the launcher made it."""
 
-    files: Path
-    """Where its writable places lie, as the launcher sees them; reach them through `files_fd`."""
     files_fd: int
+    """The folder that holds its writable places."""
     events_fd: int | None
-    """The kernel's file with the count of out-of-memory kills; None without a memory group."""
+    """The kernel's file with the count of out-of-memory kills; None without a control group."""
     uid: int | None
-    """Host user of the sandbox when it has one of its own."""
-    memory_limit: bool
-    pids_limit: bool
+    """Host user of the agent, when it has one of its own."""
+    check_uid: int | None
+    """Host user of checks, when they have one of their own."""
     disk_limit: bool
 
 
@@ -105,14 +105,11 @@ class Launcher:
             disk_bytes=limits.disk_bytes,
             lease_s=limits.lease_s,
         )
-        uid = reply.get("uid")
         return Created(
-            files=Path(str(reply["files"])),
             files_fd=fds[0],
-            events_fd=fds[1] if len(fds) > 1 else None,
-            uid=uid if isinstance(uid, int) else None,
-            memory_limit=bool(reply["memory"]),
-            pids_limit=bool(reply["pids"]),
+            events_fd=fds[1] if reply["group"] else None,
+            uid=_int_or_none(reply["uid"]),
+            check_uid=_int_or_none(reply["check_uid"]),
             disk_limit=bool(reply["disk"]),
         )
 
@@ -120,18 +117,22 @@ class Launcher:
         """Starts the shell with `fds` as stdin, stdout, stderr and status; returns its outermost process id."""
         return _int(self._call("shell", fds, id=identifier)[0]["pid"])
 
-    def start_check(self, identifier: str, argv: Sequence[str], fds: Sequence[int]) -> int:
-        """Starts a grader's program with `fds` as stdin, stdout, stderr; returns its outermost process id."""
-        return _int(self._call("check", fds, id=identifier, argv=list(argv))[0]["pid"])
+    def start_check(self, identifier: str, argv: Sequence[str], fds: Sequence[int]) -> int | None:
+        """Starts a grader's program with `fds` as stdin, stdout, stderr; returns its `events_fd`, if any."""
+        events = self._call("check", fds, id=identifier, argv=list(argv))[1]
+        return events[0] if events else None
 
-    def end(self, identifier: str, grace_s: float) -> int | None:
-        """Waits `grace_s` for the sandbox's processes to end, then kills them; returns the exit code."""
-        code = self._call("end", id=identifier, grace_s=grace_s)[0]["code"]
-        return None if code is None else _int(code)
+    def end(self, identifier: str, part: Part, grace_s: float) -> int | None:
+        """Waits `grace_s` for one of the sandbox's process trees to end, then kills it; returns the exit code."""
+        return _int_or_none(self._call("end", id=identifier, part=part.value, grace_s=grace_s)[0]["code"])
 
-    def freeze(self, identifier: str) -> int:
-        """Kills the sandbox's processes; returns a descriptor of the folder for checks."""
-        return self._call("freeze", id=identifier)[1][0]
+    def freeze(self, identifier: str) -> None:
+        """Kills the sandbox's processes for good."""
+        self._call("freeze", id=identifier)
+
+    def open_grade(self, identifier: str) -> int:
+        """A descriptor of the folder that holds `tests` and `scratch` of checks."""
+        return self._call("grade", id=identifier)[1][0]
 
     def destroy(self, identifier: str) -> None:
         """Kills and removes everything of one sandbox. Idempotent."""
@@ -187,6 +188,10 @@ def _int(value: object) -> int:
     return value
 
 
+def _int_or_none(value: object) -> int | None:
+    return None if value is None else _int(value)
+
+
 _current: Launcher | None = None
 _current_lock = threading.Lock()
 _hooked = False
@@ -210,13 +215,17 @@ def _hook() -> None:
     global _hooked
     if not _hooked:
         _hooked = True
-        atexit.register(_close_current)
+        atexit.register(close_launcher)
         os.register_at_fork(after_in_child=_forget_current)
 
 
-def _close_current() -> None:
-    if _current is not None:
-        _current.close()
+def close_launcher() -> None:
+    """Ends this process's launcher with all its sandboxes, if there is one; the next sandbox starts another."""
+    global _current
+    with _current_lock:
+        if _current is not None:
+            _current.close()
+            _current = None
 
 
 def _forget_current() -> None:

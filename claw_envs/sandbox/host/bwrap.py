@@ -8,7 +8,6 @@ limited size, own /proc and /dev, loopback only, uid 1000 without capabilities.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 UID = 1000
 USER = "user"
@@ -37,13 +36,6 @@ _SEALED = ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK)
 USR_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
-class Features(NamedTuple):
-    """What the installed bwrap and kernel allow."""
-
-    disable_userns: bool
-    """Nested user namespaces can be forbidden."""
-
-
 def environment() -> dict[str, str]:
     """The whole environment of the shell; the same in every sandbox, so that runs can be repeated."""
     return {
@@ -70,13 +62,13 @@ def make_etc(folder: Path) -> None:
             (folder / name).touch(mode=0o644)
 
 
-def make_places(folder: Path, uid: int, gid: int) -> None:
-    """The writable places below `folder`, owned by the user of the sandbox."""
+def make_places(folder: Path, uid: int | None) -> None:
+    """The writable places below `folder`, owned by host user `uid` (None: by the caller)."""
     for place in WRITABLE:
         path = folder / place.lstrip("/")
         path.mkdir(mode=0o755, parents=True)
-        if os.getuid() == 0:
-            os.chown(path, uid, gid)
+        if uid is not None:
+            os.chown(path, uid, uid)
     for shared in ("tmp", "var/tmp", "dev/shm"):
         (folder / shared).chmod(0o1777)
 
@@ -97,27 +89,41 @@ def system_args(etc: Path) -> list[str]:
     return args
 
 
-def namespace_args(features: Features) -> list[str]:
-    """Namespaces, user, capabilities and environment."""
-    args = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
-    args += ["--disable-userns"] if features.disable_userns else []
-    args += ["--uid", str(UID), "--gid", str(UID), "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
+def agent_namespaces(no_nesting: bool) -> list[str]:
+    """For the agent: every namespace, an unprivileged user, no capabilities, nothing of our environment."""
+    args = ["--unshare-all", "--unshare-user", "--uid", str(UID), "--gid", str(UID)]
+    args += ["--disable-userns"] if no_nesting else []
+    return [*args, *_common(), "--cap-drop", "ALL"]
+
+
+def check_namespaces() -> list[str]:
+    """For a check under a host user of its own, in a user namespace that the launcher made.
+
+    Root inside it means only: may read what the agent's user made unreadable.
+    """
+    kinds = ("ipc", "pid", "net", "uts", "cgroup-try")
+    args = [f"--unshare-{kind}" for kind in kinds]
+    return [*args, *_common(), "--cap-drop", "ALL", "--cap-add", "CAP_DAC_READ_SEARCH"]
+
+
+def _common() -> list[str]:
+    args = ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
     for name, value in environment().items():
         args += ["--setenv", name, value]
     return args
 
 
-def shell_args(system: Sequence[str], namespace: Sequence[str], files: Path) -> list[str]:
+def shell_args(system: Sequence[str], namespaces: Sequence[str], files: Path) -> list[str]:
     """The machine of the agent's shell."""
-    args = [*namespace, *system, *_KERNEL]
+    args = [*namespaces, *system, *_KERNEL]
     for place in WRITABLE:
         args += ["--bind", f"{files}{place}", place]
     return [*args, *_SEALED]
 
 
-def check_args(system: Sequence[str], namespace: Sequence[str], files: Path, grade: Path) -> list[str]:
+def check_args(system: Sequence[str], namespaces: Sequence[str], files: Path, grade: Path) -> list[str]:
     """The machine of a grader's program: the agent's places read-only, a scratch folder and tests of its own."""
-    args = [*namespace, *system, *_KERNEL]
+    args = [*namespaces, *system, *_KERNEL]
     for place in WRITABLE:
         if place != "/dev/shm":
             args += ["--ro-bind", f"{files}{place}", place]

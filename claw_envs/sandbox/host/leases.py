@@ -171,6 +171,16 @@ def marker(sandbox_id: str) -> bytes:
     return f"CLAW_SANDBOX_ID={sandbox_id}".encode()
 
 
+def kill_marked(sandbox_id: str, rounds: int = 20) -> bool:
+    """Kills processes that carry the sandbox's mark wherever they went; False when some are left."""
+    for _ in range(rounds):
+        pids = procs.marked(marker(sandbox_id))
+        if not pids:
+            return True
+        procs.kill_all(pids)
+    return not procs.marked(marker(sandbox_id))
+
+
 def remove_tree(folder: Path) -> bool:
     """Removes a folder of ours, whatever permissions a dead agent left in it; False when something stayed."""
     import shutil  # loads four compression libraries; the launcher starts without them

@@ -33,7 +33,7 @@ def _check(result: int, what: str) -> None:
 
 
 def mount(source: str, target: Path | str, kind: str, flags: int, options: str = "") -> None:
-    """Calls mount(2). Raises OSError."""
+    """One mount. Raises OSError."""
     args = (source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode())
     _check(_libc.mount(*args), f"mount {kind} on {target}")
 
@@ -47,6 +47,11 @@ def mount_tmpfs(target: Path, size: int) -> None:
     """A tmpfs of `size` bytes, without devices and setuid programs, at most one inode per 4 KiB."""
     options = f"size={size},nr_inodes={max(1024, size // 4096)},mode=0755"
     mount("claw", target, "tmpfs", MS_NOSUID | MS_NODEV, options)
+
+
+def new_user_namespace() -> None:
+    """Moves this single-threaded process into a user namespace without users yet. Raises OSError."""
+    _check(_libc.unshare(CLONE_NEWUSER), "unshare user namespace")
 
 
 def enter_private() -> tuple[Privacy, Path | None]:

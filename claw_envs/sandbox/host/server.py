@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .sandboxes import Host, Unavailable, Unknown
+from .modes import Unavailable
+from .sandboxes import Host, Part, Request, Unknown
 
 MAX_MESSAGE = 64 * 1024
 MAX_FDS = 8
@@ -41,6 +42,7 @@ class Server:
             "check": self._check,
             "end": self._end,
             "freeze": self._freeze,
+            "grade": self._grade,
             "destroy": self._destroy,
         }
 
@@ -63,20 +65,25 @@ class Server:
         return Reply({"privacy": self._host.privacy.value, "own_uid": mode.own_uid})
 
     def _create(self, request: Json, fds: list[int]) -> Reply:
-        held, enforced = self._host.create(
-            str(request["id"]),
-            local=bool(request["local"]),
-            memory_bytes=_int(request, "memory_bytes"),
-            pids=_int(request, "pids"),
-            disk_bytes=_int(request, "disk_bytes"),
-            lease_s=_float(request, "lease_s"),
+        held = self._host.create(
+            Request(
+                str(request["id"]),
+                local=bool(request["local"]),
+                memory_bytes=_int(request, "memory_bytes"),
+                pids=_int(request, "pids"),
+                disk_bytes=_int(request, "disk_bytes"),
+                lease_s=_float(request, "lease_s"),
+            )
         )
+        group = held.groups.get(Part.SHELL)
         opened = [os.open(held.files, os.O_RDONLY | os.O_DIRECTORY)]
-        if held.group is not None:
-            opened.append(os.open(held.group.events, os.O_RDONLY))
-        fields: Json = {**enforced._asdict(), "files": str(held.files)}
-        if held.identity is not None:
-            fields["uid"] = held.identity.uid
+        opened += [] if group is None else [os.open(group.events, os.O_RDONLY)]
+        fields: Json = {
+            "group": group is not None,
+            "disk": bool(held.mounted),
+            "uid": None if held.agent is None else held.agent.uid,
+            "check_uid": None if held.checker is None else held.checker.uid,
+        }
         return Reply(fields, tuple(opened))
 
     def _shell(self, request: Json, fds: list[int]) -> Reply:
@@ -86,14 +93,21 @@ class Server:
         argv = request["argv"]
         if not isinstance(argv, list) or not argv:
             raise ValueError("argv must be a list of at least one word")
-        return Reply({"pid": self._host.start_check(str(request["id"]), [str(word) for word in argv], fds)})
+        identifier = str(request["id"])
+        pid = self._host.start_check(identifier, [str(word) for word in argv], fds)
+        group = self._host.get(identifier).groups.get(Part.CHECK)
+        return Reply({"pid": pid}, () if group is None else (os.open(group.events, os.O_RDONLY),))
 
     def _end(self, request: Json, fds: list[int]) -> Reply:
-        return Reply({"code": self._host.end(str(request["id"]), _float(request, "grace_s"))})
+        part = Part(str(request["part"]))
+        return Reply({"code": self._host.end(str(request["id"]), part, _float(request, "grace_s"))})
 
     def _freeze(self, request: Json, fds: list[int]) -> Reply:
-        grade = self._host.freeze(str(request["id"]))
-        return Reply({}, (os.open(grade, os.O_RDONLY | os.O_DIRECTORY),))
+        self._host.freeze(str(request["id"]))
+        return Reply({})
+
+    def _grade(self, request: Json, fds: list[int]) -> Reply:
+        return Reply({}, (os.open(self._host.open_grade(str(request["id"])), os.O_RDONLY | os.O_DIRECTORY),))
 
     def _destroy(self, request: Json, fds: list[int]) -> Reply:
         self._host.destroy(str(request["id"]))
