@@ -6,12 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.ledger.workload import STEPS
 
 from claw_train.crash import POINTS
 from claw_train.ledger import Ledger
 from claw_train.ledger.export import consumed_turns, reader, step_records
 from claw_train.ledger.states import StepStatus
+from tests.ledger.workload import STEPS
 
 KILLED = -9
 USED = sorted(

@@ -17,6 +17,7 @@ from claw_train.types import (
     Version,
 )
 
+V3 = Version("main", 0, 3)
 PLUS = Reward(value=1.0, status=RewardStatus.VALID, source="rules", votes=(1, 1, -1), judge_version="r1", reason="ok")
 FAILED = Reward(value=None, status=RewardStatus.INFRA_ERROR, source="judge", reason="timeout")
 
@@ -34,7 +35,7 @@ def turn(
     kind: TurnKind = TurnKind.MAIN,
     prompt: tuple[int, ...] = (1, 2, 3),
     reply: tuple[int, ...] = (70000, 5, 6),
-    version: Version = Version("main", 0, 3),
+    version: Version = V3,
     status: TurnStatus = TurnStatus.OK,
     text: str = "ls -la",
 ) -> Turn:
@@ -66,9 +67,7 @@ def scored(of: Turn, reward: Reward = PLUS) -> ScoredTurn:
     return ScoredTurn(turn=of, reward=reward, hints=("look first",))
 
 
-def trajectory(
-    session: str, turn_ids: tuple[TurnId, ...], *, group_id: str = "g0", failed: bool = False
-) -> Trajectory:
+def trajectory(session: str, turn_ids: tuple[TurnId, ...], *, group_id: str = "g0", failed: bool = False) -> Trajectory:
     return Trajectory(
         id=session,
         group_id=group_id,

@@ -14,14 +14,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.ledger.values import FAILED, PLUS, group, scored, state, trajectory, turn
-
 from claw_envs.types import TerminalState
 from claw_train.codec import dump, load
 from claw_train.crash import crash_point
 from claw_train.ledger import CompleteGroup, DropReason, GroupRecord, Ledger
 from claw_train.ledger.records import RecordWriter
 from claw_train.types import Reward, Sampling, ScoredTurn, Trajectory, TurnStatus, Version
+from tests.ledger.values import FAILED, PLUS, group, scored, state, trajectory, turn
 
 STEPS, GROUPS_PER_STEP, SIZE, TURNS = 3, 2, 2, 2
 
@@ -36,13 +35,13 @@ class Run:
         self.records = RecordWriter(run_dir, lambda ids: " ".join(map(str, ids)))
 
     async def go(self) -> None:
-        step, trace = self.checkpoint()
-        recovery = await self.ledger.reconcile(step)
+        done, trace = self.checkpoint()
+        recovery = await self.ledger.reconcile(done)
         await self.ledger.audit()
         waiting: list[tuple[GroupRecord, CompleteGroup | None]] = [(c.record, c) for c in recovery.complete]
         waiting = sorted([*waiting, *((r, None) for r in recovery.reissue)], key=lambda w: w[0].index)
         fresh = recovery.next_group_index
-        for step in range(step + 1, STEPS + 1):
+        for step in range(done + 1, STEPS + 1):
             usable: list[CompleteGroup] = []
             while len(usable) < GROUPS_PER_STEP:
                 need = GROUPS_PER_STEP - len(usable)
