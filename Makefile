@@ -25,7 +25,7 @@ READY := $(VENV)/ready-$(shell { echo '$(TORCH) $(TORCH_BUILD)'; cat pyproject.t
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test test-slow check fix set-up system clean
+.PHONY: help demo test test-slow check fix set-up system models clean
 
 help:
 	@sed -n '2,7s/^# \{0,1\}//p' Makefile
@@ -37,15 +37,19 @@ $(READY):
 	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' TORCH_BUILD='$(TORCH_BUILD)' scripts/set-up '$(VENV)' '$@'
 
 system:
-	@! test -x scripts/system-packages || scripts/system-packages
+	@scripts/system-packages
+
+# Small models that the tests use; fetched once into the user's cache.
+models: $(READY)
+	@$(BIN)/claw fetch smollm2-135m tiny
 
 demo: system $(READY)
 	@$(BIN)/claw-train $(DEMO)
 
-test: system $(READY)
+test: system models
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST)
 
-test-slow: system $(READY)
+test-slow: system models
 	@$(BIN)/python -m pytest -m slow $(PYTEST)
 
 check: $(READY)
