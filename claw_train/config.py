@@ -131,6 +131,10 @@ class EngineConfig:
     start_timeout_s: float = 180.0
     restarts: int = 2
     """Restarts of a dead server before the run stops."""
+    script: str | None = None
+    """With kind=scripted: file of replies; None is a few shell commands."""
+    faults: list[str] = field(default_factory=list[str])
+    """With kind=scripted: what goes wrong, `KIND:RATE[:LIMIT]`."""
 
     def __post_init__(self) -> None:
         _check(
@@ -145,6 +149,9 @@ class EngineConfig:
             self.url,
             "set with engine.kind=url only",
         )
+        scripted = self.kind == "scripted"
+        _check(scripted or not self.script, "engine.script", self.script, "set with engine.kind=scripted only")
+        _check(scripted or not self.faults, "engine.faults", self.faults, "set with engine.kind=scripted only")
         _check(self.dtype in ("float32", "bfloat16"), "engine.dtype", self.dtype, "float32 or bfloat16")
         _check_numbers("engine", self, "port", 0, 65535)
         _check_numbers("engine", self, "max_running max_total_tokens concurrency", 1)

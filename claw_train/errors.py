@@ -61,6 +61,19 @@ class TrainerError(ClawTrainError, RuntimeError):
     """The trainer refused or failed a step."""
 
 
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show for loops that ended together: the first of ours, else the first of all."""
+    leaves: list[BaseException] = []
+    queue: list[BaseException] = [group]
+    while queue:
+        error = queue.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            queue.extend(error.exceptions)  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+        else:
+            leaves.append(error)
+    return next((e for e in leaves if isinstance(e, ClawTrainError)), leaves[0])
+
+
 @contextmanager
 def boundary(kind: type[ClawTrainError], what: str) -> Iterator[None]:
     """Turns any unexpected exception of a foreign library into `kind`. The only broad except.

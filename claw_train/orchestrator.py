@@ -344,4 +344,7 @@ async def _main(
     assert task is not None
     with contextlib.suppress(NotImplementedError):
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await Run(config, folder, ledger, preflight, progress).execute()
+    try:
+        await Run(config, folder, ledger, preflight, progress).execute()
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group

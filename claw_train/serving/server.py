@@ -37,7 +37,11 @@ class EngineLaunch:
     threads: int
     work: Path
     """Folder for the port file and the log."""
-    extra_args: tuple[str, ...] = ()
+
+
+def _script_args(config: EngineConfig) -> list[str]:
+    script = ["--script", config.script] if config.script else []
+    return script + [text for fault in config.faults for text in ("--fault", fault)]
 
 
 class EngineServer:
@@ -99,7 +103,7 @@ class EngineServer:
             ChildSpec(
                 name="engine server",
                 module=_MODULES[config.kind],
-                args=(*(str(x) for pair in args.items() for x in pair), *launch.extra_args),
+                args=(*(str(x) for pair in args.items() for x in pair), *_script_args(config)),
                 env={KEY_ENV: self.key},
                 log=launch.work / "engine.log",
                 threads=launch.threads,
