@@ -1,6 +1,7 @@
 """A third party's environment: no sandbox, one to three turns, an outcome that depends on the reply alone."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import gymnasium
 from gymnasium import spaces
@@ -16,7 +17,7 @@ class ToyState(NextState):
 class ToyEnv(gymnasium.Env):
     """Solved by a reply with an even number of characters; `fail_every` breaks the world now and then."""
 
-    metadata = {"render_modes": []}
+    metadata: ClassVar = {"render_modes": []}
     tools = ()
 
     def __init__(self, turns: int = 2, fail_every: int = 0, hang_on: str = "") -> None:

@@ -90,7 +90,7 @@ def spec(**changes):
 
 
 def stream(**kwargs):
-    return StreamConfig(name="toy", id="toy_env:Toy-v0", kwargs=kwargs, max_concurrent=2)
+    return StreamConfig(name="toy", id="tests.helpers.toy_env:Toy-v0", kwargs=kwargs, max_concurrent=2)
 
 
 def play(engine, *, env=None, **changes):
@@ -183,7 +183,7 @@ def test_status_of_a_reply(text, ids, finish, status):
 
 def test_a_host_that_never_answers_is_replaced():
     async def main():
-        pool = HostPool(StreamConfig(name="toy", id="toy_env:Toy-v0", max_concurrent=1), deadline_s=30.0)
+        pool = HostPool(StreamConfig(name="toy", id="tests.helpers.toy_env:Toy-v0", max_concurrent=1), deadline_s=30.0)
         async with pool.host() as first:
             await first.reset(seed=1, options={})
             first.lost = True
@@ -247,8 +247,8 @@ def test_groups_depend_on_seed_and_index_alone():
 
 def test_streams_are_drawn_by_share():
     streams = [
-        StreamConfig(name="a", id="toy_env:Toy-v0", share=3.0),
-        StreamConfig(name="b", id="toy_env:Toy-v0", share=1.0),
+        StreamConfig(name="a", id="tests.helpers.toy_env:Toy-v0", share=3.0),
+        StreamConfig(name="b", id="tests.helpers.toy_env:Toy-v0", share=1.0),
     ]
     names = [group_stream(streams, seed=0, index=i).name for i in range(2000)]
     assert 0.70 < names.count("a") / 2000 < 0.80

@@ -49,13 +49,15 @@ def test_engine_failures_in_a_row_halt():
 
 def test_failed_judges_halt():
     guards = FailureGuards(GuardConfig(window=4, judge_failed_share=0.5))
+    for i in range(3):
+        guards.see_turn(scored(turn(index=i), status=RewardStatus.INFRA_ERROR))
     with pytest.raises(GuardError, match="without a verdict"):
-        for i in range(4):
-            guards.see_turn(scored(turn(index=i), status=RewardStatus.INFRA_ERROR))
+        guards.see_turn(scored(turn(index=3), status=RewardStatus.INFRA_ERROR))
 
 
 def test_cut_replies_halt():
     guards = FailureGuards(GuardConfig(window=4, cut_share=0.5))
+    for i in range(3):
+        guards.see_turn(scored(turn(index=i, status=TurnStatus.CUT)))
     with pytest.raises(GuardError, match="cut, empty or looping"):
-        for i in range(4):
-            guards.see_turn(scored(turn(index=i, status=TurnStatus.CUT)))
+        guards.see_turn(scored(turn(index=3, status=TurnStatus.CUT)))
