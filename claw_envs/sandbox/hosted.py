@@ -76,10 +76,8 @@ class HostedSandbox:
                 self._start_shell()
             if self._shell is None:
                 return ExecResult(stdout=b"", stderr=b"", exit_code=137, oom=True, shell_restarted=True)
-            answer = self._shell.run(command, timeout_s)
-            code = answer.exit_code
-            if answer.ended:
-                code = self._replace_shell(answer)
+            answer = self._run(command, timeout_s)
+            code = self._replace_shell(answer) if answer.ended else answer.exit_code
             return _result(
                 answer.stdout,
                 answer.stderr,
@@ -89,6 +87,21 @@ class HostedSandbox:
                 shell_restarted=answer.ended,
                 cwd=answer.cwd,
             )
+
+    def _run(self, command: str, timeout_s: float) -> Answer:
+        """Leaves `_shell` None when the shell ended or an exception came between: its next answer would be stale."""
+        assert self._shell is not None
+        shell, self._shell = self._shell, None
+        ended = True
+        try:
+            answer = shell.run(command, timeout_s)
+            ended = answer.ended
+            return answer
+        finally:
+            if ended:
+                shell.close()
+            else:
+                self._shell = shell
 
     def _oom_count(self) -> int:
         return _oom_count(self._made.events_fd)
@@ -126,9 +139,6 @@ class HostedSandbox:
         )
 
     def _replace_shell(self, answer: Answer) -> int | None:
-        assert self._shell is not None
-        self._shell.close()
-        self._shell = None
         self._check_open()
         code = self._launcher.end(self.id, Part.SHELL, 0.0 if answer.timed_out else EXIT_S)
         self._start_shell()

@@ -50,6 +50,7 @@ class Launcher:
     def __init__(self, state: Path | None = None) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
+        self._serial = 0
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         folder = str(Path(__file__).parent)
@@ -68,7 +69,7 @@ class Launcher:
             )
         self._socket.settimeout(START_S)
         try:
-            self._receive()
+            self._receive(0)
         except SandboxError:
             self.close()
             raise
@@ -156,27 +157,35 @@ class Launcher:
     def _call(self, operation: str, fds: Sequence[int] = (), **fields: object) -> tuple[dict[str, object], list[int]]:
         if self.owner != os.getpid():
             raise SandboxLost("this sandbox belongs to the process that forked this one")
-        message = json.dumps({"op": operation} | fields).encode()
-        if len(message) > MAX_MESSAGE:
-            raise ValueError(f"a request of {len(message)} bytes is over the {MAX_MESSAGE} that the launcher takes")
         with self._lock:
+            self._serial += 1
+            message = json.dumps({"op": operation, "serial": self._serial} | fields).encode()
+            if len(message) > MAX_MESSAGE:
+                raise ValueError(f"a request of {len(message)} bytes; the launcher takes {MAX_MESSAGE}")
             try:
                 socket.send_fds(self._socket, [message], fds)
+            except TimeoutError as error:
+                raise SandboxTimeout("the sandbox launcher takes no requests") from error
             except OSError as error:
                 raise SandboxLost(f"the sandbox launcher is gone: {error}") from error
-            return self._receive()
+            return self._receive(self._serial)
 
-    def _receive(self) -> tuple[dict[str, object], list[int]]:
-        try:
-            data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_FDS)
-        except TimeoutError as error:
-            self._process.kill()  # an answer that came later would be taken for the next call's
-            raise SandboxTimeout("the sandbox launcher does not answer") from error
-        except OSError as error:
-            raise SandboxLost(f"the sandbox launcher is gone: {error}") from error
-        if not data:
-            raise SandboxLost("the sandbox launcher is gone")
-        reply = json.loads(data)
+    def _receive(self, serial: int) -> tuple[dict[str, object], list[int]]:
+        """The answer to request `serial`; older ones, whose callers gave up, are thrown away."""
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_FDS)
+            except TimeoutError as error:
+                raise SandboxTimeout("the sandbox launcher does not answer") from error
+            except OSError as error:
+                raise SandboxLost(f"the sandbox launcher is gone: {error}") from error
+            if not data:
+                raise SandboxLost("the sandbox launcher is gone")
+            reply = json.loads(data)
+            if reply["serial"] == serial:
+                break
+            for fd in fds:
+                os.close(fd)
         kinds = {"unavailable": SandboxUnavailable, "lost": SandboxLost, "failed": SandboxError}
         if "error" in reply:
             raise kinds[reply["error"]](reply["message"])

@@ -11,6 +11,7 @@ barrier line then proves that the shell is at rest. Knows nothing of how the she
 
 import fcntl
 import os
+import re
 import secrets
 import select
 import shlex
@@ -29,6 +30,7 @@ INTERRUPT = 41
 STATUS_FD = 250
 GRACE_S = 2.0
 """Time for the shell to come to rest after a deadline; after that it is replaced."""
+SWEEPS = 100
 TICK_S = 0.25
 FLOOD_BYTES = 32 * 2**20
 """Beyond this much output of one command, reading is slowed so that a flood does not take a whole core."""
@@ -59,11 +61,12 @@ class Answer:
     """True when no shell is left, or one that did not come to rest."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Pipes:
     """The four pipes of one process; `theirs` are the ends to hand over."""
 
     stdin: int
+    """-1 once closed."""
     stdout: int
     stderr: int
     status: int
@@ -86,9 +89,16 @@ class Pipes:
         for fd in self.theirs:
             os.close(fd)
 
+    def close_stdin(self) -> None:
+        """The other side reads end of file. Idempotent."""
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            self.stdin = -1
+
     def close(self) -> None:
         """Closes our ends."""
-        for fd in (self.stdin, self.stdout, self.stderr, self.status):
+        self.close_stdin()
+        for fd in (self.stdout, self.stderr, self.status):
             os.close(fd)
 
 
@@ -104,7 +114,7 @@ class Shell:
         self._lost = lost
         self._status = b""
         self._unsent = b""
-        self._shell_pid = 0
+        self._spine = [root_pid]
         setup = f"exec {STATUS_FD}>&3 3>&-; trap -- {shlex.quote(_HANDLER)} {INTERRUPT}"
         if max_pids is not None:
             setup += f"; ulimit -u {max_pids}"
@@ -113,8 +123,7 @@ class Shell:
     def ready(self, timeout_s: float) -> Answer:
         """Waits until the shell answers; a normal answer has exit code 0."""
         answer = self.run(":", timeout_s)
-        tree = procs.tree(self._root)
-        self._shell_pid = tree[min(2, len(tree) - 1)]  # bwrap, its process 1, the shell; locally the shell alone
+        self._spine = procs.tree(self._root)  # bwrap, its process 1, the shell; locally the shell alone
         return answer
 
     def close(self) -> None:
@@ -128,9 +137,12 @@ class Shell:
         token = secrets.token_hex(8)
         text = command.encode("utf-8", "replace").replace(b"\0", b"").decode()
         self._send(f"eval {shlex.quote(text)} </dev/null {STATUS_FD}>&-\n{self._report(token)}\n")
-        seen, code, cwd = self._pump(token, out, err, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        seen, code, cwd = self._pump(token, out, err, deadline)
         timed_out = seen is _Seen.DEADLINE
-        if timed_out:
+        if seen is _Seen.END:
+            timed_out = not self._outlive(out, err, deadline)
+        elif timed_out:
             seen, _, cwd = self._interrupt(keep, out, err)
         return Answer(
             stdout=out,
@@ -152,16 +164,32 @@ class Shell:
         token = secrets.token_hex(8)
         if self._unsent:
             return _Seen.DEADLINE, None, ""  # the shell does not even read: nothing can reach it
-        procs.send(self._shell_pid, INTERRUPT)
+        procs.send(self._spine[-1], INTERRUPT)
         self._send(f"{_MARK}= trap - DEBUG; shopt -u extdebug; {self._report(token)}\n")
         end = time.monotonic() + GRACE_S
         seen, code, cwd = _Seen.DEADLINE, None, ""
         while seen is _Seen.DEADLINE and time.monotonic() < end:
-            procs.kill_below(self._root, keep)
+            procs.kill_all(procs.started(self._root, self._spine, keep))
             seen, code, cwd = self._pump(token, out, err, time.monotonic() + 0.02)
-        if procs.kill_below(self._root, keep):
-            procs.kill_below(self._root, keep)
-        return seen, code, cwd
+        for _ in range(SWEEPS):  # what the command left in the background
+            if not (left := procs.started(self._root, self._spine, keep)):
+                return seen, code, cwd
+            procs.kill_all(left)
+        return _Seen.DEADLINE, None, ""  # something forks faster than it dies: all of it must go
+
+    def _outlive(self, out: HeadTail, err: HeadTail, deadline: float) -> bool:
+        """Reads on while a program that took the shell's place (`exec`) runs; False at the deadline."""
+        self._pipes.close_stdin()  # ends a shell that merely lost its status pipe
+        sinks = {self._pipes.stdout: out, self._pipes.stderr: err}
+        while time.monotonic() < deadline and not self._lost():
+            sinks = {fd: sink for fd, sink in sinks.items() if _read_all(fd, sink)}
+            if not sinks or procs.start_time(self._root) is None:
+                return True
+            poll = select.poll()
+            for fd in sinks:
+                poll.register(fd, select.POLLIN)
+            poll.poll(20)
+        return False
 
     def _pump(self, token: str, out: HeadTail, err: HeadTail, deadline: float) -> tuple[_Seen, int | None, str]:
         """Moves bytes until the token is seen, the status pipe ends or the deadline passes."""
@@ -196,7 +224,7 @@ class Shell:
         except BlockingIOError:
             sent = 0
         except BrokenPipeError:
-            sent = len(self._unsent)  # the status pipe tells the same, with all output before it
+            sent = len(self._unsent)  # the status pipe says the same
         self._unsent = self._unsent[sent:]
         if self._unsent:
             poll.register(self._pipes.stdin, select.POLLOUT)
@@ -213,10 +241,10 @@ class Shell:
         *lines, rest = (self._status + chunk).split(b"\0")
         self._status = rest[-_MAX_STATUS:]
         for line in lines:
-            word, _, after = line.partition(b" ")
-            if word == token.encode():
-                code, _, cwd = after.partition(b" ")
-                return _Seen.TOKEN, int(code), cwd.decode("utf-8", "replace")
+            # A command may find this pipe and write to it; it can only deceive itself about its exit code.
+            found = re.fullmatch(rb"%b (\d{1,3}) (.*)" % token.encode(), line, re.DOTALL)
+            if found:
+                return _Seen.TOKEN, int(found[1]), found[2].decode("utf-8", "replace")
         return None
 
 
@@ -228,6 +256,18 @@ def _read_into(fd: int, sink: HeadTail) -> bool:
         return True
     sink.feed(chunk)
     return bool(chunk)
+
+
+def _read_all(fd: int, sink: HeadTail) -> bool:
+    """Feeds all that is there, up to a bound; False at the end of the stream."""
+    before = sink.total
+    while sink.total - before < 16 * _CHUNK:
+        at = sink.total
+        if not _read_into(fd, sink):
+            return False
+        if sink.total == at:
+            break
+    return True
 
 
 def _drain(fd: int, sink: HeadTail) -> None:

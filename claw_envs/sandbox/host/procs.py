@@ -75,11 +75,13 @@ def kill_all(pids: Iterable[int]) -> None:
             send(pid, sig, start)
 
 
-def kill_below(root: int, keep: Collection[int]) -> int:
-    """Kills the descendants of `root` that are not in `keep`; returns how many there were."""
-    victims = [pid for pid in tree(root) if pid not in keep and start_time(pid) is not None]
-    kill_all(victims)
-    return len(victims)
+def started(root: int, spine: Collection[int], keep: Collection[int]) -> list[int]:
+    """Descendants of `root` that are not in `keep`, except what other kept processes than `spine` started."""
+    order = [root]
+    for pid in order:
+        if pid in spine or pid not in keep:
+            order += [child for child in children(pid) if child not in order]
+    return [pid for pid in order if pid not in keep]
 
 
 def marked(marker: bytes) -> list[int]:

@@ -143,14 +143,19 @@ def serve(connection: socket.socket, owner: int, host: Host) -> None:
         data, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE, MAX_FDS)
         if not data:
             return
-        reply = server.answer(json.loads(data), fds)
+        request = json.loads(data)
+        reply = server.answer(request, fds)
         try:
-            socket.send_fds(connection, [json.dumps(reply.fields).encode()], reply.fds)
+            socket.send_fds(connection, [_encode(reply.fields, request["serial"])], reply.fds)
         except OSError:
             return
         finally:
             for fd in reply.fds:
                 os.close(fd)
+
+
+def _encode(fields: Json, serial: object) -> bytes:
+    return json.dumps({**fields, "serial": serial}).encode()
 
 
 def main(fd: int, owner: int, state: str) -> None:
@@ -163,9 +168,9 @@ def main(fd: int, owner: int, state: str) -> None:
         watch = os.pidfd_open(owner)
         host = Host(Path(state), owner)
     except OSError as error:
-        socket.send_fds(connection, [json.dumps({"error": "unavailable", "message": str(error)}).encode()], [])
+        connection.send(_encode({"error": "unavailable", "message": str(error)}, 0))
         return
-    connection.send(json.dumps({"pid": os.getpid()}).encode())
+    connection.send(_encode({}, 0))
     try:
         serve(connection, watch, host)
     finally:
