@@ -4,7 +4,7 @@ In: a policy, a rank's rows, the batch's tokens and the divisor of the whole upd
 `Sums` of this rank. Knows neither optimizer, guards nor files.
 """
 
-from collections import defaultdict
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,18 +26,17 @@ from claw_train.types import Sample
 class Sums:
     """Numbers that add over rows and ranks, and numbers of which the largest counts."""
 
-    total: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    peak: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    total: dict[str, float] = field(default_factory=dict[str, float])
+    peak: dict[str, float] = field(default_factory=dict[str, float])
 
     def add(self, name: str, value: Tensor | float) -> None:
         """Adds to a total."""
-        self.total[name] += float(value)
+        self.total[name] = self.total.get(name, 0.0) + float(value)
 
     def raise_to(self, name: str, value: Tensor | float) -> None:
         """Raises a maximum; a value that is no number stays."""
-        new = float(value)
-        if not new <= self.peak[name]:
-            self.peak[name] = new
+        old, new = self.peak.get(name, 0.0), float(value)
+        self.peak[name] = old if math.isnan(old) or new <= old else new
 
     def merge(self, other: "Sums") -> None:
         """Takes in another's numbers."""

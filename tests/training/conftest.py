@@ -17,6 +17,7 @@ from claw_train.training.spec import TrainerSpec
 from claw_train.types import Batch, Sample, Span, TurnId, Version
 
 VOCAB = 97
+BASE = Version("main", 0, 0)
 
 
 def _config(architecture: str) -> PreTrainedConfig:
@@ -69,7 +70,7 @@ def sample() -> SampleMaker:
         *,
         advantage: float = 1.0,
         behaviour: float = -4.0,
-        version: Version = Version("main", 0, 0),
+        version: Version = BASE,
         temperature: float = 1.0,
     ) -> Sample:
         mask = [any(a <= i < b for a, b in spans) for i in range(len(ids))]
