@@ -389,12 +389,12 @@ class Store:
         """
         states = dict[str, int](self.connection.execute("SELECT state, count(*) FROM turns GROUP BY state").fetchall())
         reasons = self.connection.execute("SELECT reason, count(*) FROM turns WHERE reason IS NOT NULL GROUP BY reason")
-        captured = self.connection.execute(
-            "SELECT count(*) FROM events JOIN turns ON turns.row = events.turn"
-            " WHERE events.what = 'captured' AND turns.state <> 'erased'"
+        total = self.connection.execute(
+            "SELECT (SELECT count(*) FROM events WHERE what = 'captured') - (SELECT count(*) FROM events AS e"
+            " WHERE what = 'erased' AND EXISTS (SELECT 1 FROM events WHERE turn = e.turn AND what = 'captured'))"
         ).fetchone()[0]
         return LedgerCounts(
-            total=captured,
+            total=total,
             dropped_by={DropReason(reason): n for reason, n in reasons},
             **{name: states.get(name, 0) for name in _COUNTED},
         ).check()
