@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from claw_train.children import watch_parent
+from claw_train.engine.spec import read_spec
 from claw_train.errors import ConfigError, ModelError
 from claw_train.log import setup_logging
 
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = os.environ.get(args.key_env) if args.key_env else None
         if args.host not in _LOOPBACK and not key:
             raise ConfigError(f"--host {args.host} is not loopback: set a key in the variable named by --key-env")
+        spec = read_spec(args.model)
+        if args.context is not None and args.context > spec.context:
+            raise ConfigError(f"--context {args.context} is above the model's {spec.context}")
         with _bind(args.host, args.port) as sock:
             _serve(args, sock, key)
     except (ConfigError, ModelError) as error:

@@ -33,11 +33,9 @@ def build_parts(
 
     Raises:
         ModelError: the folder cannot be served.
-        ConfigError: the context is longer than the model's, or the device does not exist.
+        ConfigError: the device does not exist.
     """
     spec = read_spec(model)
-    if context is not None and context > spec.context:
-        raise ConfigError(f"--context {context} is above the model's {spec.context}")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype_name]
     device = _device(device_name)
     with torch.inference_mode():
