@@ -43,7 +43,7 @@ def _nothing_left_running() -> Iterator[None]:
     """Every process that the tests started has ended when they have."""
     yield
     if (launcher := sys.modules.get("claw_envs.sandbox.launcher")) is not None:
-        launcher._close_current()  # ends with this process anyway
+        launcher.close_launcher()  # ends with this process anyway
     children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     _, alive = psutil.wait_procs(children, timeout=5)
     left = [" ".join(p.cmdline()) for p in alive]
