@@ -80,9 +80,22 @@ def list_tasks(
         yield make_task(name, split, seed + n // len(kinds), level)
 
 
+def check(task: Task, tree: Tree) -> dict[str, bool]:
+    """Every check of the task on a tree, by name.
+
+    Raises:
+        GraderError: a check broke.
+    """
+    exercise = _exercise(task.family, task.split, task.seed, task.level)
+    try:
+        return dict(exercise.checks(tree))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise GraderError(f"the grader of {task.id} broke: {type(error).__name__}: {error}") from error
+
+
 def start_passing(task: Task) -> frozenset[str]:
     """Names of the checks that the start state already passes (such as "the rest is untouched")."""
-    return passing(_checks(task, Tree.of_start(task.files, task.modes)))
+    return passing(check(task, Tree.of_start(task.files, task.modes)))
 
 
 def grade(task: Task, sandbox: Sandbox) -> Verdict:
@@ -93,21 +106,13 @@ def grade(task: Task, sandbox: Sandbox) -> Verdict:
         GraderError: the end state could not be listed, or a check broke.
     """
     tree = snapshot(sandbox)
-    checks = _checks(task, tree)
+    checks = check(task, tree)
     return Verdict(value=float(tree.complete and all(checks.values())), checks=checks)
 
 
 def passing(checks: Mapping[str, bool]) -> frozenset[str]:
     """Names of the checks that pass."""
     return frozenset(name for name, passed in checks.items() if passed)
-
-
-def _checks(task: Task, tree: Tree) -> dict[str, bool]:
-    exercise = _exercise(task.family, task.split, task.seed, task.level)
-    try:
-        return dict(exercise.checks(tree))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise GraderError(f"the grader of {task.id} broke: {type(error).__name__}: {error}") from error
 
 
 def _exercise(family: str, split: str, seed: int, level: int) -> Exercise:

@@ -85,20 +85,26 @@ class Tree:
         text = self.text(path)
         return None if text is None else text.removesuffix("\n").split("\n")
 
-    def unchanged(self, files: Mapping[str, str], *, but: Collection[str] = ()) -> bool:
+    def unchanged(
+        self, files: Mapping[str, str], *, modes: Mapping[str, int] | None = None, but: Collection[str] = ()
+    ) -> bool:
         """True when start files outside `but` are as they were and no entry outside `but` was added.
 
         Args:
             files: start files (path -> text; a folder ends in `/`).
+            modes: their permission bits where not the usual ones.
             but: paths (no trailing `/`) that the task itself creates, changes or removes.
         """
-        start = {path.rstrip("/") for path in files} | set(_parents(files))
-        if not self.complete or any(path not in start and path not in but for path in self.entries):
+        start = Tree.of_start(files, modes or {})
+        if not self.complete or any(path not in start.entries and path not in but for path in self.entries):
             return False
-        return all(self._same(path, text) for path, text in files.items() if path.rstrip("/") not in but)
+        return all(self._same(path, start) for path in start.entries if path not in but)
 
-    def _same(self, path: str, text: str) -> bool:
-        return self.is_folder(path.rstrip("/")) if path.endswith("/") else self.text(path) == text
+    def _same(self, path: str, start: "Tree") -> bool:
+        now, then = self.entries.get(path), start.entries[path]
+        if now is None or (now.kind, now.mode) != (then.kind, then.mode):
+            return False
+        return then.kind != "f" or self.text(path) == start.text(path)
 
 
 def _parents(files: Iterable[str]) -> Iterable[str]:

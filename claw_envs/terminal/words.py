@@ -15,34 +15,58 @@ def _pool(words: str) -> tuple[str, ...]:
 
 _STEMS = {
     "train": _pool(
-        "notes report plan letter draft recipe journal budget summary essay poem speech memo script lecture "
-        "diary agenda review outline story"
+        "notes report plan letter draft recipe journal budget summary essay poem speech memo script lecture diary "
+        "agenda review outline story address answers birds cities coffee colors dates events faces friends goals "
+        "grades ideas jokes keys lists names orders people phones players points prices puzzles rules scores songs "
+        "steps teams tools topics towns trips values visits votes wishes words"
     ),
     "eval": _pool(
-        "paper song guide menu quote profile survey ticket invoice manual article chart lesson record "
-        "novel thesis receipt column verse"
+        "paper guide menu quote profile survey ticket invoice manual article chart lesson record novel thesis "
+        "receipt column verse animals bills bonds books boxes cards cars chapters classes coins dishes doctors "
+        "dreams drinks exams facts farms flowers fruits guests habits hotels items letters meals members models "
+        "months movies numbers offers parts plants questions roads rooms"
     ),
-    "heldout": _pool("flight harbor engine market garden planet signal castle mirror bridge"),
+    "heldout": _pool(
+        "flight harbor engine market garden planet signal castle mirror bridge airport anchor arrow basket battle "
+        "beach blanket bottle button camera candle carpet circle clock cloud corner curtain desk door dragon "
+        "feather fence glove hammer jacket kettle ladder lamp needle pillow ribbon"
+    ),
 }
 _FOLDERS = {
-    "train": _pool("archive backup photos music work school projects images books games"),
-    "eval": _pool("videos travel health sports science kitchen family holiday office history"),
-    "heldout": _pool("attic cellar library museum station"),
+    "train": _pool(
+        "archive backup photos music work school projects images games data docs drafts home inbox lab logs maps "
+        "media old pages pics plans private public reports samples shared source storage tests"
+    ),
+    "eval": _pool(
+        "videos travel health sports science kitchen family holiday office history art bank club college company "
+        "downloads finance food garage hobby law magazines money nature newspapers paintings party pets shop"
+    ),
+    "heldout": _pool(
+        "attic cellar library museum station factory farm hospital hotel stadium theater tower village warehouse"
+    ),
 }
 _WORDS = {
     "train": _pool(
         "apple banana cherry lemon orange peach tiger lion horse monkey rabbit copper silver gold iron red green "
-        "blue yellow purple"
+        "blue yellow purple bread butter cheese honey sugar winter summer spring water"
     ),
     "eval": _pool(
-        "carrot onion potato pepper bean garlic eagle whale shark snake turtle cotton glass stone black "
-        "white brown pink grey"
+        "carrot onion potato pepper bean garlic eagle whale shark snake turtle cotton glass stone black white "
+        "brown pink grey paint bacon salad cookie candy juice thunder shadow rainbow sunset storm"
     ),
-    "heldout": _pool("river mountain valley desert island forest ocean lake cliff meadow"),
+    "heldout": _pool(
+        "river mountain valley desert island ocean lake cliff meadow jungle canyon glacier volcano swamp prairie"
+    ),
 }
 _SCRIPTS = {
-    "train": _pool("run build start deploy setup install clean launch"),
-    "eval": _pool("update check sync monitor migrate refresh prepare restart"),
+    "train": _pool(
+        "run build start deploy setup install clean launch begin boot compile convert count download draw export "
+        "fetch finish format init load main make merge open pack print process"
+    ),
+    "eval": _pool(
+        "update check sync monitor migrate refresh prepare restart batch close connect create cron daily debug "
+        "demo encode extract filter generate import inspect job lint notify patch ping"
+    ),
     "heldout": _pool("rotate publish verify collect"),
 }
 

@@ -64,7 +64,8 @@ def make_private(draw: Draw, level: int) -> Exercise:
             "owner_keeps_rights": all((tree.mode(path) or 0) & 0o600 == 0o600 for path in private),
             "nobody_else_has_any": all(path in tree.entries and not (tree.mode(path) or 0) & 0o77 for path in private),
             "folder_exists": level == 1 or tree.is_folder(folder),
-            "texts_untouched": tree.unchanged(files, but=[folder] if level == 2 else []),
+            "text_untouched": tree.text(secret) == files[secret],
+            "rest_untouched": tree.unchanged(files, but=private),
         }
 
     return Exercise(instruction=instruction, files=files, oracle=tuple(oracle), checks=checks)

@@ -68,7 +68,8 @@ def make_executable(draw: Draw, level: int) -> Exercise:
         return {
             "owner_may_run_it": tree.is_file(on) and bool((tree.mode(on) or 0) & 0o100),
             "other_may_not": tree.is_file(off) and not (tree.mode(off) or 0) & 0o111,
-            "texts_untouched": tree.unchanged(files),
+            "texts_untouched": all(tree.text(script) == files[script] for script in (on, off)),
+            "rest_untouched": tree.unchanged(files, but=(on, off)),
         }
 
     return Exercise(instruction=instruction, files=files, modes=modes, oracle=tuple(oracle), checks=checks)
