@@ -179,7 +179,7 @@ def _list(value: object, name: str) -> list[object]:
 
 def _ids(value: object) -> tuple[int, ...]:
     ids = _list(value, "output_ids")
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
+    if not all(type(i) is int and i >= 0 for i in ids):
         raise EngineError("the engine's reply holds something else than token ids")
     return tuple(cast(list[int], ids))
 
