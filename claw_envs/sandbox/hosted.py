@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from claw_envs.errors import SandboxError, SandboxLost, SandboxTimeout, SandboxUnavailable
 from claw_envs.sandbox import files
 from claw_envs.sandbox.base import Capabilities, Limits
-from claw_envs.sandbox.host.bwrap import TESTS, WRITABLE
+from claw_envs.sandbox.host.bwrap import TESTS, WRITABLE, limits_line
 from claw_envs.sandbox.host.cgroups import oom_kills
 from claw_envs.sandbox.host.sandboxes import Part
 from claw_envs.sandbox.launcher import Launcher, get_launcher
@@ -117,11 +117,12 @@ class HostedSandbox:
             raise
         finally:
             pipes.close_theirs()
+        grouped = self._made.events_fd is not None
         shell = Shell(
             pipes,
             pid,
             output_bytes=self.limits.output_bytes,
-            max_pids=None if self._made.events_fd is not None or self.local else self.limits.pids,
+            limits_line="" if grouped or self.local else limits_line(self.limits.pids, self.limits.memory_bytes),
             lost=lambda: self._closed,
         )
         answer = shell.ready(READY_S)

@@ -215,6 +215,8 @@ def get_launcher() -> Launcher:
     global _current
     with _current_lock:
         if _current is None or not _current.usable:
+            if _current is not None:
+                _current.close()
             _hook()
             _current = Launcher()
         return _current

@@ -131,6 +131,20 @@ def check_args(system: Sequence[str], namespaces: Sequence[str], files: Path, gr
     return [*args, "--setenv", "HOME", GRADE, "--setenv", "TMPDIR", GRADE, *_SEALED]
 
 
+def limits_line(pids: int, memory_bytes: int) -> str:
+    """Shell code that limits what follows where there is no control group.
+
+    Processes are counted in the sandbox's own user namespace (Linux 5.14), so that limit is whole; memory is limited
+    for each process only, by its private writable pages, which leaves programs that merely reserve addresses alone.
+    """
+    return f"ulimit -c 0; ulimit -u {pids}; ulimit -d {memory_bytes // 1024}"
+
+
+def limited(argv: Sequence[str], pids: int, memory_bytes: int) -> list[str]:
+    """`argv` started under `limits_line`."""
+    return ["bash", "-c", f'{limits_line(pids, memory_bytes)}; exec -- "$@"', "bash", *argv]
+
+
 def as_file(args: Sequence[str]) -> int:
     """A descriptor from which bwrap reads `args` (`--args`), so that the agent's `ps` does not show them."""
     fd = os.memfd_create("args")

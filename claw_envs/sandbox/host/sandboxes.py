@@ -168,6 +168,8 @@ class Host:
             self._add_group(held, Part.CHECK)
         if held.request.local:
             return self._start_local(held, Part.CHECK, argv, fds)
+        if Part.CHECK not in held.groups:
+            argv = bwrap.limited(argv, held.request.pids, held.request.memory_bytes)
         apart = held.checker is not None and self._can_check_apart(held.checker)
         namespaces = bwrap.check_namespaces() if apart else bwrap.agent_namespaces(self.mode().no_nesting)
         args = bwrap.check_args(bwrap.system_args(self._etc), namespaces, held.files, held.grade)
