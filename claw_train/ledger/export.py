@@ -60,6 +60,7 @@ def iter_turns(
         LedgerError: the ledger cannot be read.
     """
     with closing(reader(run_dir)) as connection:
+        connection.execute("BEGIN")  # one snapshot to the end
         contexts = Contexts(connection)
         after = 0
         while rows := _page(connection, after, session):

@@ -23,6 +23,13 @@ from claw_train.ledger.store import Store, read_group
 from claw_train.types import Reward, ScoredTurn, Trajectory, TrajectoryStatus, TurnKind
 
 MAX_LOST_LEASES = 2
+_UNSETTLED = """
+SELECT * FROM groups WHERE EXISTS (
+  SELECT 1 FROM turns WHERE group_id = groups.id AND state IN ('captured', 'bound', 'judged', 'eligible', 'leased')
+) OR (closed IS NULL AND size > (
+  SELECT count(*) FROM trajectories WHERE group_id = groups.id AND group_attempt = groups.attempt
+)) ORDER BY idx
+"""
 _FAILED = {
     TrajectoryStatus.INFRA_ERROR: DropReason.INFRA_ERROR,
     TrajectoryStatus.ENGINE_ERROR: DropReason.ENGINE_ERROR,
@@ -38,15 +45,15 @@ def reconcile(store: Store, checkpoint_step: int, *, rolled_back: bool) -> Recov
     _settle_steps(store, checkpoint_step, rolled_back=rolled_back)
     reissue: list[GroupRecord] = []
     complete: list[CompleteGroup] = []
-    groups = store.connection.execute("SELECT * FROM groups ORDER BY idx").fetchall()
-    for row in groups:
+    for row in store.connection.execute(_UNSETTLED).fetchall():
         if row["closed"] is not None:
             for turn in store.open_turns(row["id"]):
                 store.move(turn, State.DROPPED, reason=DropReason(row["closed"]))
-            continue
-        _settle_group(store, read_group(row), reissue, complete)
+        else:
+            _settle_group(store, read_group(row), reissue, complete)
+    newest = store.connection.execute("SELECT max(idx) FROM groups").fetchone()[0]
     return Recovery(
-        next_group_index=groups[-1]["idx"] + 1 if groups else 0, reissue=tuple(reissue), complete=tuple(complete)
+        next_group_index=0 if newest is None else newest + 1, reissue=tuple(reissue), complete=tuple(complete)
     )
 
 

@@ -116,15 +116,11 @@ class Store:
         self.contexts.keep(row, turn.prompt_ids + turn.completion.token_ids)
 
     def _prompt_columns(self, turn: Turn, group_attempt: int) -> dict[str, object]:
-        parent = self.connection.execute(
-            "SELECT row FROM turns WHERE stream = ? AND session = ? AND idx < ? AND kind = ? AND group_attempt = ?"
-            " AND state <> 'erased' ORDER BY idx DESC, attempt DESC LIMIT 1",
-            (turn.id.stream, turn.id.session, turn.id.index, turn.kind.value, group_attempt),
-        ).fetchone()
+        parent = self._parent(turn, group_attempt) if turn.id.index else None
         if parent is not None:
-            shared = shared_length(self.contexts.context(parent["row"]), turn.prompt_ids)
+            shared = shared_length(self.contexts.context(parent), turn.prompt_ids)
             if shared:
-                return {"parent": parent["row"], "shared": shared, "suffix": pack_ids(turn.prompt_ids[shared:])}
+                return {"parent": parent, "shared": shared, "suffix": pack_ids(turn.prompt_ids[shared:])}
         ids = pack_ids(turn.prompt_ids)
         key = prompt_hash(ids)
         known = self.connection.execute("SELECT row FROM prompts WHERE hash = ?", (key,)).fetchone()
@@ -133,6 +129,15 @@ class Store:
         else:
             row = known["row"]
         return {"prompt": row, "shared": len(turn.prompt_ids), "suffix": b""}
+
+    def _parent(self, turn: Turn, group_attempt: int) -> int | None:
+        """Row of the turn before this one in its session."""
+        found = self.connection.execute(
+            "SELECT row FROM turns WHERE stream = ? AND session = ? AND idx < ? AND kind = ? AND group_attempt = ?"
+            " AND state <> 'erased' ORDER BY idx DESC, attempt DESC LIMIT 1",
+            (turn.id.stream, turn.id.session, turn.id.index, turn.kind.value, group_attempt),
+        ).fetchone()
+        return None if found is None else found["row"]
 
     def bind(self, key: TurnId, name: str, state: bytes) -> None:
         """Adds the next state (class name, JSON); a side or eval turn keeps its own state.

@@ -9,9 +9,9 @@ import pytest
 
 from claw_train.crash import POINTS
 from claw_train.ledger import Ledger
-from claw_train.ledger.export import consumed_turns, reader, step_records
+from claw_train.ledger.export import consumed_turns, iter_turns, reader, step_records
 from claw_train.ledger.states import StepStatus
-from tests.ledger.workload import STEPS
+from tests.ledger.workload import STEPS, TURNS
 
 KILLED = -9
 USED = sorted(
@@ -85,6 +85,16 @@ def test_kill_at_every_crash_point_in_turn(workload, uninterrupted, run_dir):
 def test_kills_at_random_times(workload, uninterrupted, run_dir, seed):
     draw = random.Random(seed)
     for _ in range(4):
-        workload.start(run_dir, kill_after=draw.randrange(1, 60))
+        workload.start(run_dir, kill_after=draw.randrange(15, 60))  # never thrice in one lease: that is poison
     assert workload.start(run_dir)["exit"] == 0
     check(run_dir, uninterrupted)
+
+
+@pytest.mark.parametrize(("moment", "erased"), [("before", 0), ("after", TURNS)])
+def test_a_killed_erasure_is_all_or_none(workload, run_dir, moment, erased):
+    assert workload.start(run_dir)["exit"] == 0
+    assert workload.start(run_dir, work="erase", crash_at=f"ledger.erase.{moment}")["exit"] == KILLED
+    turns = list(iter_turns(run_dir, session="g0-0"))
+    assert sum(t.turn is None for t in turns) == erased
+    assert len(turns) == TURNS
+    asyncio.run(check_sums(run_dir))

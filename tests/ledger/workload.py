@@ -162,11 +162,19 @@ async def run(run_dir: Path, progress: Callable[[], object]) -> None:
     await Run(run_dir, progress).go()
 
 
+async def erase(run_dir: Path, _: Callable[[], object]) -> None:
+    """Erases one session of a finished run."""
+    async with Ledger.open(run_dir, create=False) as ledger:
+        await ledger.erase("g0-0")
+
+
+WORK = {"run": run, "hold": hold, "erase": erase}
+
+
 def _child(job: dict[str, str], pipe: int) -> None:
     if job["crash_at"]:
         os.environ["CLAW_CRASH_AT"] = job["crash_at"]
-    work = hold if job["work"] == "hold" else run
-    asyncio.run(work(Path(job["run_dir"]), lambda: os.write(pipe, b".")))
+    asyncio.run(WORK[job["work"]](Path(job["run_dir"]), lambda: os.write(pipe, b".")))
     os._exit(0)
 
 
