@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from claw_train.config import TrainConfig, conf_dir, to_config
-from claw_train.errors import ClawTrainError, ConfigError, GuardError, TrainerError
+from claw_train.errors import ClawTrainError, ConfigError, StoppedError
 
 EXIT_STOPPED = 1
 """Training stopped: a guard, or a part that failed while it ran."""
@@ -28,7 +28,7 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     try:
         if args.cfg and "job" in args.overrides:  # Hydra's spelling, `--cfg job`
             args.overrides.remove("job")
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted; the run folder is whole: continue with resume=RUN")
         return EXIT_INTERRUPTED
-    except (GuardError, TrainerError) as error:
-        _say(_one_line(error))
+    except StoppedError as error:
+        _say(" ".join(str(error).split()))
         return EXIT_STOPPED
     except ClawTrainError as error:
         _say(_one_line(error))

@@ -61,6 +61,10 @@ class TrainerError(ClawTrainError, RuntimeError):
     """The trainer refused or failed a step."""
 
 
+class StoppedError(ClawTrainError, RuntimeError):
+    """A run that had begun stopped before its last step; the message carries the reason and how to go on."""
+
+
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error to show for loops that ended together: the first of ours, else the first of all."""
     leaves: list[BaseException] = []

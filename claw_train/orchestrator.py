@@ -37,7 +37,7 @@ from claw_train.assembling.loop import Assembling
 from claw_train.channels import WeightsChannel
 from claw_train.children import cores
 from claw_train.config import TrainConfig, to_config
-from claw_train.errors import ConfigError
+from claw_train.errors import ClawTrainError, ConfigError, StoppedError, first_error
 from claw_train.hosting.episode import derive_seed
 from claw_train.hosting.evaluate import Evaluation, Evaluator
 from claw_train.hosting.loop import Hosting, TrainSink, new_groups
@@ -81,6 +81,8 @@ class Run:
         self._report = Report(folder, config)
         self._heldout: float | None = None
         self._began = time.monotonic()
+        self.begun = False
+        """True once all children are up."""
         self._base = Version(POLICY, 0, 0)
 
     async def execute(self) -> None:
@@ -106,8 +108,9 @@ class Run:
                 stack.push_async_callback(pool.close)
             self._folder.write_manifest({**self._preflight.facts(), "first_step": self._first})
             self._wire()
-            if started.weights is not None:
-                self._weights.put(started.weights, ())
+            self.begun = True
+            if started.weights is not None:  # before any episode begins, or its first tokens would be too old
+                await self._swapping.serve(started.weights)
             await self._work(recovery)
 
     def _wire(self) -> None:
@@ -344,7 +347,12 @@ async def _main(
     assert task is not None
     with contextlib.suppress(NotImplementedError):
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    run = Run(config, folder, ledger, preflight, progress)
     try:
-        await Run(config, folder, ledger, preflight, progress).execute()
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
+        await run.execute()
+    except (ClawTrainError, BaseExceptionGroup) as error:
+        cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
+        if run.begun and isinstance(cause, ClawTrainError):
+            logger.error("stopped: %s: %s", type(cause).__name__, cause)
+            raise StoppedError(f"{type(cause).__name__}: {cause}; go on with resume={folder.path}") from error
+        raise cause from error

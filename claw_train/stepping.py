@@ -101,14 +101,18 @@ class Swapping:
         """Swaps until cancelled."""
         while True:
             ref, groups = await self._weights.get()
-            started = time.monotonic()
-            await self._engine.load_weights(ref)
-            self.seconds.append(time.monotonic() - started)
-            async with self._served:
-                self.newest = ref
-                self._served.notify_all()
+            await self.serve(ref)
             for group_id in groups:
                 self._slots.release(group_id, "trained")
+
+    async def serve(self, ref: WeightRef) -> None:
+        """Makes the engine serve `ref`; returns when it does."""
+        started = time.monotonic()
+        await self._engine.load_weights(ref)
+        self.seconds.append(time.monotonic() - started)
+        async with self._served:
+            self.newest = ref
+            self._served.notify_all()
 
     async def wait_for(self, step: int) -> WeightRef:
         """Waits until weights of `step` or newer are served."""
