@@ -18,7 +18,7 @@ from pathlib import Path
 
 from claw_train import codec
 from claw_train.children import Child, ChildSpec, cores
-from claw_train.errors import ChildError, GuardError, TrainerError
+from claw_train.errors import ChildError, GuardError, ModelError, TrainerError
 from claw_train.training.folders import next_lineage
 from claw_train.training.spec import KEY_ENV, Op, Reply, Request, Started, TrainerSpec
 from claw_train.types import Batch, StepReport
@@ -53,6 +53,8 @@ class RemoteTrainer:
             ChildError: a rank ended or was not ready in time.
             TrainerError: the ranks failed to start.
         """
+        if not (Path(self.spec.model_path) / "config.json").is_file():
+            raise ModelError(f"model folder {self.spec.model_path} has no config.json: check model.path")
         async with self._busy:
             await self._stop()
             try:
