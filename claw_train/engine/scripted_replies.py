@@ -150,7 +150,8 @@ class Script:
         fitting = self._candidates
         if any(c.when for c in fitting):
             text = self.text(input_ids)
-            fitting = [c for c in fitting if c.when in text] or [c for c in fitting if not c.when] or fitting
+            meant = [c for c in fitting if c.when and c.when in text]
+            fitting = meant or [c for c in fitting if not c.when] or fitting
         rng = random.Random(_digest("reply", seed, *input_ids))
         return rng.choices(fitting, weights=[c.weight for c in fitting])[0].ids
 
