@@ -237,7 +237,7 @@ def test_tokens_of_a_request_in_flight_carry_their_own_version(kind, scripted, q
         call = asyncio.create_task(client.generate(ask()))
         while not await asyncio.to_thread(lambda: server.info()["num_running"]):
             pass
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # some tokens of the old weights, 0.02 s each
         await client.load_weights(full_ref(qwen3_later, 1))
         return await call
 
