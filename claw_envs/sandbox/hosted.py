@@ -12,8 +12,8 @@ import uuid
 from pathlib import PurePosixPath
 
 from claw_envs.errors import SandboxError, SandboxLost, SandboxTimeout, SandboxUnavailable
-from claw_envs.sandbox import files
-from claw_envs.sandbox.base import Capabilities, Limits
+from claw_envs.sandbox.base import WORKDIR, Capabilities, Limits
+from claw_envs.sandbox.host import files
 from claw_envs.sandbox.host.bwrap import TESTS, WRITABLE, limits_line
 from claw_envs.sandbox.host.cgroups import oom_kills
 from claw_envs.sandbox.host.sandboxes import Part
@@ -55,13 +55,12 @@ class HostedSandbox:
             pids_limit=self._made.events_fd is not None or not self.local,
             disk_limit=self._made.disk_limit,
         )
-        try:
+        with contextlib.ExitStack() as unfinished:
+            unfinished.callback(self.close)
             self._start_shell()
             if self._shell is None:
                 raise SandboxUnavailable("the sandbox's shell is killed for memory as it starts: raise memory_bytes")
-        except BaseException:
-            self.close()
-            raise
+            unfinished.pop_all()
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -117,12 +116,11 @@ class HostedSandbox:
             raise
         finally:
             pipes.close_theirs()
-        grouped = self._made.events_fd is not None
         shell = Shell(
             pipes,
             pid,
             output_bytes=self.limits.output_bytes,
-            limits_line="" if grouped or self.local else limits_line(self.limits.pids, self.limits.memory_bytes),
+            prologue=self._prologue(),
             lost=lambda: self._closed,
         )
         answer = shell.ready(READY_S)
@@ -138,6 +136,15 @@ class HostedSandbox:
         raise SandboxLost(
             f"the sandbox's shell did not start: {answer.stderr.value().decode(errors='replace').strip()}"
         )
+
+    def _prologue(self) -> str:
+        """What the shell does first; a folder that the agent locked is no reason not to start."""
+        if self.local:
+            return ""
+        lines = [f"cd {WORKDIR} 2>/dev/null"]
+        if self._made.events_fd is None:
+            lines.append(limits_line(self.limits.pids, self.limits.memory_bytes))
+        return "\n".join(lines)
 
     def _replace_shell(self, answer: Answer) -> int | None:
         self._check_open()
@@ -166,7 +173,13 @@ class HostedSandbox:
         with self._lock:
             self._check_open()
             root = self._root_of(path)
-            return None if root is None else files.read(root, path, max_bytes)
+            if root is None:
+                return None
+            try:
+                found = files.open_regular(root, path)
+            except PermissionError:  # the agent locked it, and we are its user
+                found = self._launcher.open_file(self.id, path)
+            return None if found is None else files.read_open(found, path, max_bytes)
 
     def _root_of(self, path: str) -> int | None:
         pure = PurePosixPath(path)

@@ -135,6 +135,14 @@ class Launcher:
         """A descriptor of the folder that holds `tests` and `scratch` of checks."""
         return self._call("grade", id=identifier)[1][0]
 
+    def open_file(self, identifier: str, path: str) -> int | None:
+        """Opens a regular file of the agent with the launcher's rights; None when there is none that it may read."""
+        try:
+            opened = self._call("open", id=identifier, path=path)[1]
+        except PermissionError:
+            return None
+        return opened[0] if opened else None
+
     def destroy(self, identifier: str) -> None:
         """Kills and removes everything of one sandbox. Idempotent."""
         self._call("destroy", id=identifier)
@@ -186,7 +194,12 @@ class Launcher:
                 break
             for fd in fds:
                 os.close(fd)
-        kinds = {"unavailable": SandboxUnavailable, "lost": SandboxLost, "failed": SandboxError}
+        kinds = {
+            "unavailable": SandboxUnavailable,
+            "lost": SandboxLost,
+            "failed": SandboxError,
+            "denied": PermissionError,
+        }
         if "error" in reply:
             raise kinds[reply["error"]](reply["message"])
         return reply, fds

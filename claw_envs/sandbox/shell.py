@@ -106,7 +106,7 @@ class Shell:
     """The client's end of one bash. One command at a time; not thread-safe."""
 
     def __init__(
-        self, pipes: Pipes, root_pid: int, *, output_bytes: int, limits_line: str, lost: Callable[[], bool]
+        self, pipes: Pipes, root_pid: int, *, output_bytes: int, prologue: str, lost: Callable[[], bool]
     ) -> None:
         self._pipes = pipes
         self._root = root_pid
@@ -116,7 +116,7 @@ class Shell:
         self._unsent = b""
         self._spine = [root_pid]
         setup = f"exec {STATUS_FD}>&3 3>&-; trap -- {shlex.quote(_HANDLER)} {INTERRUPT}"
-        self._send(f"{setup}\n{limits_line}\n")
+        self._send(f"{setup}\n{prologue}\n")
 
     def ready(self, timeout_s: float) -> Answer:
         """Waits until the shell answers; a normal answer has exit code 0."""

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from claw_envs.sandbox import files
+from claw_envs.sandbox.host import files
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def work(root, tmp_path):
 
 
 def read(root, name):
-    return files.read(root, f"/work/{name}", 1000)
+    found = files.open_regular(root, f"/work/{name}")
+    return None if found is None else files.read_open(found, name, 1000)
 
 
 def write(root, name, data=b"data", mode=0o644):

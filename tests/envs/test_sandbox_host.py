@@ -53,6 +53,7 @@ def test_version_2_uses_the_nearest_ancestor_that_hands_out_both_controllers(tmp
     read = {path.name: path.read_text() for path in group.folders[0].iterdir()}
     assert read == {"memory.max": "1000", "pids.max": "7", "memory.swap.max": "0"}
     assert group.events == leaf.parent / "claw-x/memory.events"
+    assert group.folders[0] in unified(tmp_path, "/user/app/leaf").candidates("claw-x")
 
 
 def test_no_group_where_none_can_be_made(tmp_path):
@@ -68,9 +69,11 @@ def test_version_1_groups_lie_below_our_own(tmp_path):
         f"3{n} 20 0:2{n} / {tmp_path}/{name} rw - cgroup cgroup rw,{name}\n"
         for n, name in enumerate(("memory", "pids"))
     )
-    group = cgroups.Parent(info, "4:memory:/outer/own\n8:pids:/gone\n").make("claw-x", 1000, 7)
+    parent = cgroups.Parent(info, "4:memory:/outer/own\n8:pids:/gone\n")
+    group = parent.make("claw-x", 1000, 7)
     assert group is not None
     assert group.folders == (tmp_path / "memory/outer/own/claw-x", tmp_path / "pids/claw-x")
+    assert set(group.folders) <= set(parent.candidates("claw-x"))
     assert (group.folders[0] / "memory.limit_in_bytes").read_text() == "1000"
     assert (group.folders[1] / "pids.max").read_text() == "7"
 
@@ -122,7 +125,7 @@ def test_when_a_lease_is_over(changes, over):
 
 
 def test_a_lease_reads_as_it_was_written(tmp_path):
-    written = lease(groups=("/sys/fs/cgroup/claw-a1",), processes=((1, 2), (3, 4)), deadline=float("inf"))
+    written = lease(groups=("/sys/fs/cgroup/claw-a1",), deadline=float("inf"))
     leases.write(tmp_path, written)
     assert leases.read(tmp_path / "a1") == written
 
@@ -140,9 +143,11 @@ def test_a_broken_lease_is_none_and_reaped_once_old(tmp_path, text):
 def test_reap_kills_what_a_lease_names_and_nobody_else(tmp_path):
     child = subprocess.Popen(["sleep", "1000"])
     other = subprocess.Popen(["sleep", "1000"])
-    reused = (other.pid, 1)
     try:
-        leases.write(tmp_path, lease(owner=DEAD, processes=(leases.identity(child.pid), reused)))
+        leases.write(tmp_path, lease(owner=DEAD))
+        leases.add_process(tmp_path, "a1", child.pid)
+        with (tmp_path / "a1/processes").open("a") as file:
+            file.write(f"{other.pid} 1\n")  # a number that another process has taken over
         assert leases.reap(tmp_path) == leases.Reaped(("a1",), 1, ())
         assert child.wait(10) == -signal.SIGKILL
         assert other.poll() is None

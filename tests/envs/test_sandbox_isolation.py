@@ -133,15 +133,27 @@ def test_a_daemon_does_not_survive_freeze(sandbox):
     assert len(sizes) == 1
 
 
-def test_a_check_reads_what_the_agent_locked_and_changes_nothing(sandbox):
-    sandbox.exec("echo text > f; chmod 000 f; mkdir d; echo deep > d/g; chmod 000 d", timeout_s=LONG)
+def test_a_grader_reads_what_the_agent_locked_and_changes_nothing(sandbox):
+    sandbox.exec("echo text > f; chmod 000 f; mkdir d; echo deep > d/g; chmod 000 d; chmod 000 /work", timeout_s=LONG)
+    assert sandbox.exec("exit 1", timeout_s=LONG).shell_restarted
+    assert out(sandbox, "echo alive") == "alive"
     sandbox.freeze()
-    if os.getuid() == 0:
-        assert sandbox.run_check(["cat", "f", "d/g"], timeout_s=LONG).stdout == b"text\ndeep\n"
-        assert sandbox.run_check(["stat", "-c", "%U %a", "f"], timeout_s=LONG).stdout == b"user 0\n"
-        assert sandbox.run_check(["id", "-u"], timeout_s=LONG).stdout == b"0\n"
+    assert sandbox.run_check(["cat", "f", "d/g"], timeout_s=LONG).stdout == b"text\ndeep\n"
+    assert sandbox.run_check(["stat", "-c", "%U %a", "f"], timeout_s=LONG).stdout == b"user 0\n"
+    assert [sandbox.read(f"/work/{name}", max_bytes=10) for name in ("f", "d/g")] == [b"text\n", b"deep\n"]
     for path in ("f", "/work/new", "/tmp/new", "/tests/new", "/etc/new"):
         assert sandbox.run_check(["sh", "-c", f"echo x > {path}"], timeout_s=LONG).exit_code != 0, path
+    inside = sandbox.run_check(["awk", "/^Cap(Eff|Bnd)/ {print $2}", "/proc/self/status"], timeout_s=LONG)
+    assert set(inside.stdout.split()) <= {b"0000000000000004", b"000001ffffffffff"}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a check a host user of its own")
+def test_a_check_runs_as_another_host_user(sandbox):
+    sandbox.freeze()
+    agent, checker = sandbox._made.uid, sandbox._made.check_uid
+    mapped = sandbox.run_check(["cat", "/proc/self/uid_map"], timeout_s=LONG).stdout.split()
+    assert mapped == [b"0", str(checker).encode(), b"1", b"1000", str(agent).encode(), b"1"]
+    assert len({0, agent, checker}) == 3
 
 
 def test_a_check_has_its_own_user_processes_and_no_network(sandbox):

@@ -31,11 +31,15 @@ counts = [int(sandbox.exec("pgrep -c sleep", timeout_s=20).stdout) for sandbox i
 more = first.exec("for i in $(seq 60); do sleep 1000 & done", timeout_s=0.5)
 disk = second.exec("head -c 200m /dev/zero > big", timeout_s=20)
 memory = second.exec("python3 -c 'bytearray(10**9)' || perl -e '$x = \\"a\\" x 1000000000'", timeout_s=20)
+second.exec("rm big; echo text > f; chmod 000 f /work; exit 1", timeout_s=20)
+second.freeze()
+locked = [second.read("/work/f", max_bytes=9), second.run_check(["cat", "f"], timeout_s=20).stdout]
 caps = first.capabilities
 for sandbox in (first, second):
     sandbox.close()
 print(json.dumps({
     "counts": counts, "refused": b"Resource temporarily unavailable" in more.stderr, "disk": disk.stderr.decode(),
+    "locked": [found.decode() for found in locked if found is not None],
     "memory": memory.exit_code, "pids_limit": caps.pids_limit, "disk_limit": caps.disk_limit,
     "memory_limit": caps.memory_limit, "left": [path.name for path in default_state().iterdir()],
 }))
@@ -96,6 +100,10 @@ def test_the_disk_is_limited(report):
 def test_memory_is_limited_for_each_process_and_said_to_be_no_whole_limit(report):
     assert report["memory"] != 0
     assert not report["memory_limit"]
+
+
+def test_a_grader_reads_what_the_agent_locked(report):
+    assert report["locked"] == ["text\n", "text\n"]
 
 
 def test_nothing_is_left(report):

@@ -32,7 +32,8 @@ ETC_FILES = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 _KERNEL = ("--proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", "/home", "--perms", "0755", "--dir", "/var")
-_SEALED = ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK)
+_SEALED = ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir")
+_READ_ALL = ("--cap-add", "CAP_DAC_READ_SEARCH")
 USR_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
@@ -96,14 +97,19 @@ def agent_namespaces(no_nesting: bool) -> list[str]:
     return [*args, *_common(), "--cap-drop", "ALL"]
 
 
-def check_namespaces() -> list[str]:
-    """For a check under a host user of its own, in a user namespace that the launcher made.
+def check_namespaces(no_nesting: bool) -> list[str]:
+    """For a check under the agent's host user: it may read what the agent made unreadable."""
+    return [*agent_namespaces(no_nesting), *_READ_ALL]
 
-    Root inside it means only: may read what the agent's user made unreadable.
+
+def apart_check_namespaces() -> list[str]:
+    """For a check under a host user of its own, root of a user namespace that the launcher made.
+
+    Root inside it means no more than in `check_namespaces`.
     """
     kinds = ("ipc", "pid", "net", "uts", "cgroup-try")
     args = [f"--unshare-{kind}" for kind in kinds]
-    return [*args, *_common(), "--cap-drop", "ALL", "--cap-add", "CAP_DAC_READ_SEARCH"]
+    return [*args, *_common(), "--cap-drop", "ALL", *_READ_ALL]
 
 
 def _common() -> list[str]:
@@ -118,7 +124,7 @@ def shell_args(system: Sequence[str], namespaces: Sequence[str], files: Path) ->
     args = [*namespaces, *system, *_KERNEL]
     for place in WRITABLE:
         args += ["--bind", f"{files}{place}", place]
-    return [*args, *_SEALED]
+    return [*args, *_SEALED, "/"]  # an agent may have locked /work: the shell goes there itself
 
 
 def check_args(system: Sequence[str], namespaces: Sequence[str], files: Path, grade: Path) -> list[str]:
@@ -128,7 +134,7 @@ def check_args(system: Sequence[str], namespaces: Sequence[str], files: Path, gr
         if place != "/dev/shm":
             args += ["--ro-bind", f"{files}{place}", place]
     args += ["--bind", f"{grade}/scratch", GRADE, "--ro-bind", f"{grade}/tests", TESTS]
-    return [*args, "--setenv", "HOME", GRADE, "--setenv", "TMPDIR", GRADE, *_SEALED]
+    return [*args, "--setenv", "HOME", GRADE, "--setenv", "TMPDIR", GRADE, *_SEALED, WORK]
 
 
 def limits_line(pids: int, memory_bytes: int) -> str:

@@ -78,6 +78,16 @@ class Parent:
         """The parent that /proc/self describes."""
         return cls(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
 
+    def candidates(self, name: str) -> list[Path]:
+        """Every folder that `make` might make."""
+        parents: list[Path] = []
+        for mount in self._mounts:
+            for controller in sorted(mount.controllers):
+                parents += _candidates_v1(mount, self._own.get(controller, "/"))
+            if not mount.controllers:
+                parents += _candidates_v2(mount, self._own.get("", "/"))
+        return [parent / name for parent in dict.fromkeys(parents)]
+
     def make(self, name: str, memory_bytes: int, pids: int) -> Cgroup | None:
         """A new group with limits, or None where the system does not let us."""
         return self._make_v1(name, memory_bytes, pids) or self._make_v2(name, memory_bytes, pids)
@@ -102,10 +112,7 @@ class Parent:
 
     def _make_v2(self, name: str, memory_bytes: int, pids: int) -> Cgroup | None:
         for mount in (m for m in self._mounts if not m.controllers):
-            own = _below(mount, self._own.get("", "/"))
-            for parent in (own, *own.parents):
-                if not parent.is_relative_to(mount.point):
-                    break
+            for parent in _candidates_v2(mount, self._own.get("", "/")):
                 if (group := _make_limited_v2(parent, name, memory_bytes, pids)) is not None:
                     return group
         return None
@@ -113,6 +120,11 @@ class Parent:
 
 def _candidates_v1(mount: Mount, path: str) -> list[Path]:
     return [_below(mount, path), mount.point]
+
+
+def _candidates_v2(mount: Mount, path: str) -> list[Path]:
+    own = _below(mount, path)
+    return [parent for parent in (own, *own.parents) if parent.is_relative_to(mount.point)]
 
 
 def _make_below(parents: list[Path], name: str) -> Path | None:

@@ -15,12 +15,13 @@ from typing import NamedTuple
 from . import cgroups, procs
 
 LEASE_FILE = "lease.json"
+PROCESSES_FILE = "processes"
 YOUNG_S = 60.0
 """A folder without a lease is left alone this long: its owner may be about to write one."""
 
 
 class Lease(NamedTuple):
-    """The owner, the deadline and the processes and groups of one sandbox."""
+    """The owner, the deadline and the possible groups of one sandbox; written once, before anything of it exists."""
 
     id: str
     owner: tuple[int, int]
@@ -31,7 +32,7 @@ class Lease(NamedTuple):
     boot_id: str
     pid_namespace: str
     groups: tuple[str, ...] = ()
-    processes: tuple[tuple[int, int], ...] = ()
+    """Where its control groups may be."""
 
 
 class Reaped(NamedTuple):
@@ -81,12 +82,26 @@ def open_state(path: Path) -> Path:
 
 
 def write(state: Path, lease: Lease) -> None:
-    """Writes or replaces a lease in one step."""
+    """Writes a lease, once. Raises OSError."""
     folder = state / lease.id
-    folder.mkdir(mode=0o700, exist_ok=True)
-    fresh = folder / (LEASE_FILE + ".new")
-    fresh.write_text(json.dumps(lease._asdict()))
-    fresh.replace(folder / LEASE_FILE)
+    folder.mkdir(mode=0o700)
+    (folder / LEASE_FILE).write_text(json.dumps(lease._asdict()))
+
+
+def add_process(state: Path, sandbox_id: str, pid: int) -> None:
+    """Notes a process tree that a sandbox has started. Raises OSError."""
+    with (state / sandbox_id / PROCESSES_FILE).open("a") as file:
+        file.write("{} {}\n".format(*identity(pid)))
+
+
+def processes(folder: Path) -> list[tuple[int, int]]:
+    """The noted process trees that still run."""
+    try:
+        lines = [line.split() for line in (folder / PROCESSES_FILE).read_text().splitlines()]
+    except (OSError, ValueError):
+        return []
+    noted = [(int(pid), int(start)) for pid, start in lines]
+    return [(pid, start) for pid, start in noted if procs.alive(pid, start)]
 
 
 def read(folder: Path) -> Lease | None:
@@ -101,7 +116,6 @@ def read(folder: Path) -> Lease | None:
             boot_id=str(fields["boot_id"]),
             pid_namespace=str(fields["pid_namespace"]),
             groups=tuple(str(group) for group in fields["groups"]),
-            processes=tuple(_pair(process) for process in fields["processes"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -135,7 +149,7 @@ def reap(state: Path, now: float | None = None) -> Reaped:
         elif not over(lease, now):
             continue
         else:
-            killed += _kill(lease)
+            killed += _kill(folder, lease)
         clean = remove_tree(folder) and (lease is None or cgroups.remove(ours(lease.groups)))
         (gone if clean else failed).append(folder.name)
     return Reaped(tuple(gone), killed, tuple(failed))
@@ -153,14 +167,13 @@ def ours(groups: tuple[str, ...]) -> list[Path]:
     return [Path(group) for group in groups if Path(group).name.startswith(cgroups.PREFIX)]
 
 
-def _kill(lease: Lease) -> int:
+def _kill(folder: Path, lease: Lease) -> int:
     if lease.boot_id != boot_id() or lease.pid_namespace != pid_namespace():
         return 0
     victims = set(cgroups.members(ours(lease.groups)))
     victims |= set(procs.marked(marker(lease.id)))
-    for pid, start in lease.processes:
-        if procs.alive(pid, start):
-            victims |= set(procs.tree(pid))
+    for pid, _ in processes(folder):
+        victims |= set(procs.tree(pid))
     procs.kill_all(victims)
     cgroups.kill(ours(lease.groups))
     return len(victims)

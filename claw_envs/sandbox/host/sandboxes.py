@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from . import bwrap, cgroups, leases, modes, mounts, spawn
+from . import bwrap, cgroups, files, leases, modes, mounts, spawn
 from .modes import Mode
 from .mounts import Privacy
 from .spawn import Identity
@@ -81,19 +81,28 @@ class Host:
         leases.reap(self.state)
         self._owner = leases.identity(owner)
         self._self = leases.identity(os.getpid())
+        self._parent = cgroups.Parent.of_this_process()
         self._lease = self._new_lease(f"launcher-{os.getpid()}", float("inf"))
         leases.write(self.state, self._lease)
         self.privacy, top = mounts.enter_private()
         self._top = top or self.state / self._lease.id
         self._etc = self._top / "etc"
         bwrap.make_etc(self._etc)
-        self._parent = cgroups.Parent.of_this_process()
         self._mode: Mode | None = None
         self._checks_apart: bool | None = None
         self._held: dict[str, Held] = {}
 
     def _new_lease(self, identifier: str, deadline: float) -> leases.Lease:
-        return leases.Lease(identifier, self._owner, self._self, deadline, leases.boot_id(), leases.pid_namespace())
+        groups = [path for part in Part for path in self._parent.candidates(_group_name(identifier, part))]
+        return leases.Lease(
+            identifier,
+            self._owner,
+            self._self,
+            deadline,
+            leases.boot_id(),
+            leases.pid_namespace(),
+            tuple(map(str, groups)),
+        )
 
     def mode(self) -> Mode:
         """How bwrap runs here, found once. Raises Unavailable."""
@@ -118,7 +127,7 @@ class Host:
         held = Held(request, lease, (self._top if limited else self.state) / request.id, own_uid)
         self._held[request.id] = held
         try:
-            self._record(held)
+            leases.write(self.state, lease)
             self._add_group(held, Part.SHELL)
             self._make_folder(held, held.files, limited)
             bwrap.make_places(held.files, None if held.agent is None else held.agent.uid)
@@ -127,18 +136,10 @@ class Host:
             raise
         return held
 
-    def _record(self, held: Held) -> None:
-        groups = tuple(str(folder) for group in held.groups.values() for folder in group.folders)
-        processes = tuple(leases.identity(pid) for pid in held.pids.values())
-        held.lease = held.lease._replace(groups=groups, processes=processes)
-        leases.write(self.state, held.lease)
-
     def _add_group(self, held: Held, part: Part) -> None:
-        name = f"{cgroups.PREFIX}{held.request.id}-{part.value}"
-        group = self._parent.make(name, held.request.memory_bytes, held.request.pids)
+        group = self._parent.make(_group_name(held.request.id, part), held.request.memory_bytes, held.request.pids)
         if group is not None:
             held.groups[part] = group
-            self._record(held)
 
     def _make_folder(self, held: Held, folder: Path, limited: bool) -> None:
         folder.mkdir(mode=0o755, parents=True)
@@ -171,13 +172,13 @@ class Host:
         if Part.CHECK not in held.groups:
             argv = bwrap.limited(argv, held.request.pids, held.request.memory_bytes)
         apart = held.checker is not None and self._can_check_apart(held.checker)
-        namespaces = bwrap.check_namespaces() if apart else bwrap.agent_namespaces(self.mode().no_nesting)
+        namespaces = bwrap.apart_check_namespaces() if apart else bwrap.check_namespaces(self.mode().no_nesting)
         args = bwrap.check_args(bwrap.system_args(self._etc), namespaces, held.files, held.grade)
         return self._start_bwrap(held, Part.CHECK, args, argv, fds, held.checker if apart else held.agent)
 
     def _can_check_apart(self, checker: Identity) -> bool:
         if self._checks_apart is None:
-            complaint = modes.attempt(self.mode(), bwrap.check_namespaces(), self._etc, checker)
+            complaint = modes.attempt(self.mode(), bwrap.apart_check_namespaces(), self._etc, checker)
             self._checks_apart = not complaint
         return self._checks_apart
 
@@ -210,7 +211,7 @@ class Host:
 
     def _started(self, held: Held, part: Part, pid: int) -> int:
         held.pids[part] = pid
-        self._record(held)
+        leases.add_process(self.state, held.request.id, pid)
         return pid
 
     def end(self, identifier: str, part: Part, grace_s: float) -> int | None:
@@ -246,6 +247,14 @@ class Host:
                 if held.checker is not None:
                     os.chown(held.grade / name, held.checker.uid, held.checker.uid)
         return held.grade
+
+    def open_file(self, identifier: str, path: str) -> int | None:
+        """Opens one of the agent's regular files, with this process's rights. Raises OSError."""
+        root = os.open(self.get(identifier).files, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return files.open_regular(root, path)
+        finally:
+            os.close(root)
 
     def freeze(self, identifier: str) -> None:
         """Ends every process for good; no shell can be started after this."""
@@ -288,3 +297,7 @@ class Host:
             self.destroy(identifier)
         leases.remove_tree(self.state / self._lease.id)
         leases.reap(self.state)
+
+
+def _group_name(identifier: str, part: Part) -> str:
+    return f"{cgroups.PREFIX}{identifier}-{part.value}"

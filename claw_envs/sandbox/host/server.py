@@ -43,6 +43,7 @@ class Server:
             "end": self._end,
             "freeze": self._freeze,
             "grade": self._grade,
+            "open": self._open,
             "destroy": self._destroy,
         }
 
@@ -54,6 +55,8 @@ class Server:
             return Reply({"error": "unavailable", "message": str(error)})
         except Unknown as error:
             return Reply({"error": "lost", "message": str(error)})
+        except PermissionError as error:
+            return Reply({"error": "denied", "message": str(error)})
         except (OSError, KeyError, ValueError) as error:
             return Reply({"error": "failed", "message": f"{type(error).__name__}: {error}"})
         finally:
@@ -108,6 +111,10 @@ class Server:
 
     def _grade(self, request: Json, fds: list[int]) -> Reply:
         return Reply({}, (os.open(self._host.open_grade(str(request["id"])), os.O_RDONLY | os.O_DIRECTORY),))
+
+    def _open(self, request: Json, fds: list[int]) -> Reply:
+        fd = self._host.open_file(str(request["id"]), str(request["path"]))
+        return Reply({}, () if fd is None else (fd,))
 
     def _destroy(self, request: Json, fds: list[int]) -> Reply:
         self._host.destroy(str(request["id"]))

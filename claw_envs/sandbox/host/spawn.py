@@ -52,10 +52,10 @@ def spawn(
             _become(identity, gate)
         _arrange(fds, folder)
         os.execve(argv[0], list(argv), dict(environment))
-    except BaseException as error:  # nothing may return into the parent's loop from here
+    except (OSError, ValueError) as error:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
-        os._exit(126)
+        os._exit(126)  # whatever happened, nothing may return into the parent's loop from here
 
 
 class _Gate:

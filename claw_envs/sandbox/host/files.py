@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 _OPENAT2 = 437
 _RESOLVE_NO_XDEV, _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 0x01, 0x02, 0x10
-_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.EACCES, errno.ENAMETOOLONG})
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOLONG})
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -51,11 +51,11 @@ def _walk(root: int, path: str, flags: int, mode: int) -> int:
         os.close(current)
 
 
-def read(root: int, path: str, max_bytes: int) -> bytes | None:
-    """The bytes of a regular file; None when there is none at `path` that the caller may read.
+def open_regular(root: int, path: str) -> int | None:
+    """Opens a regular file for reading; None when there is none at `path`.
 
     Raises:
-        ValueError: it is longer than `max_bytes`.
+        PermissionError: the caller may not read it or not reach it.
     """
     try:
         found = open_in(root, path, os.O_PATH)
@@ -64,20 +64,22 @@ def read(root: int, path: str, max_bytes: int) -> bytes | None:
             return None
         raise
     try:
-        status = os.fstat(found)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(found).st_mode):
             return None
-        if status.st_size > max_bytes:
-            raise ValueError(f"{path} has {status.st_size} bytes, more than the {max_bytes} allowed")
-        try:
-            with open(f"/proc/self/fd/{found}", "rb", buffering=0) as file:  # noqa: PTH123 - a magic link, not a path
-                data = _read_up_to(file.fileno(), max_bytes + 1)
-        except PermissionError:
-            return None
+        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(found)
-    if len(data) > max_bytes:
-        raise ValueError(f"{path} grew beyond the {max_bytes} bytes allowed")
+
+
+def read_open(fd: int, path: str, max_bytes: int) -> bytes:
+    """The bytes of an open regular file, which is closed. Raises ValueError when it is longer than `max_bytes`."""
+    try:
+        size = os.fstat(fd).st_size
+        data = b"" if size > max_bytes else _read_up_to(fd, max_bytes + 1)
+    finally:
+        os.close(fd)
+    if max(size, len(data)) > max_bytes:
+        raise ValueError(f"{path} has {max(size, len(data))} bytes, more than the {max_bytes} allowed")
     return data
 
 
