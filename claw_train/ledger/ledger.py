@@ -127,9 +127,16 @@ class Ledger:
         """
         await self._do("consume", lambda store: store.consume(step, checkpoint or None, metrics or {}))
 
-    async def drop(self, turn_ids: Sequence[TurnId], reason: DropReason) -> None:
-        """From any state before consumed to dropped, all or none."""
-        await self._do("drop", lambda store: store.drop(turn_ids, reason))
+    async def drop(self, turn_ids: Sequence[TurnId], reason: DropReason, *, step: int | None = None) -> None:
+        """From any state before consumed to dropped, all or none.
+
+        Args:
+            turn_ids: of main turns.
+            reason: why they never train.
+            step: whose batch they were left out of; if that step is lost, so is the decision, and the group comes back
+                whole even when none of its turns was leased. None where no batch was made.
+        """
+        await self._do("drop", lambda store: store.drop(turn_ids, reason, step))
 
     async def drop_group(self, group_id: str, reason: DropReason) -> None:
         """Drops what is open of a group and closes it: it will not be reissued."""

@@ -25,7 +25,8 @@ from claw_train.types import Reward, ScoredTurn, Trajectory, TrajectoryStatus, T
 MAX_LOST_LEASES = 2
 _UNSETTLED = """
 SELECT * FROM groups WHERE EXISTS (
-  SELECT 1 FROM turns WHERE group_id = groups.id AND state IN ('captured', 'bound', 'judged', 'eligible', 'leased')
+  SELECT 1 FROM turns WHERE group_id = groups.id
+  AND (state IN ('captured', 'bound', 'judged', 'eligible', 'leased') OR (state = 'dropped' AND step > ?))
 ) OR (closed IS NULL AND size > (
   SELECT count(*) FROM trajectories WHERE group_id = groups.id AND group_attempt = groups.attempt
 )) ORDER BY idx
@@ -45,12 +46,13 @@ def reconcile(store: Store, checkpoint_step: int, *, rolled_back: bool) -> Recov
     _settle_steps(store, checkpoint_step, rolled_back=rolled_back)
     reissue: list[GroupRecord] = []
     complete: list[CompleteGroup] = []
-    for row in store.connection.execute(_UNSETTLED).fetchall():
+    forgotten = None if rolled_back else checkpoint_step
+    for row in store.connection.execute(_UNSETTLED, (forgotten,)).fetchall():
         if row["closed"] is not None:
             for turn in store.open_turns(row["id"]):
                 store.move(turn, State.DROPPED, reason=DropReason(row["closed"]))
         else:
-            _settle_group(store, read_group(row), reissue, complete)
+            _settle_group(store, read_group(row), forgotten, reissue, complete)
     newest = store.connection.execute("SELECT max(idx) FROM groups").fetchone()[0]
     return Recovery(
         next_group_index=0 if newest is None else newest + 1, reissue=tuple(reissue), complete=tuple(complete)
@@ -95,7 +97,14 @@ def _give_back(store: Store, row: sqlite3.Row, *, lost: int) -> None:
     store.connection.execute("UPDATE turns SET lost = ? WHERE row = ?", (lost, row["row"]))
 
 
-def _settle_group(store: Store, group: GroupRecord, reissue: list[GroupRecord], complete: list[CompleteGroup]) -> None:
+def _settle_group(
+    store: Store,
+    group: GroupRecord,
+    forgotten: int | None,
+    reissue: list[GroupRecord],
+    complete: list[CompleteGroup],
+) -> None:
+    """Decides about one group; drops made for a step after `forgotten` do not count (None: all count)."""
     trajectories = store.connection.execute(
         "SELECT * FROM trajectories WHERE group_id = ? AND group_attempt = ? ORDER BY row", (group.id, group.attempt)
     ).fetchall()
@@ -109,8 +118,15 @@ def _settle_group(store: Store, group: GroupRecord, reissue: list[GroupRecord], 
             store.move(row, State.DROPPED, reason=DropReason.INTERRUPTED)
         if not any(row["state"] == State.CONSUMED or row["reason"] in RECOVERY_REASONS for row in turns):
             reissue.append(_next_attempt(store, group))
-    elif waiting:
+    elif waiting or any(_undone(row, forgotten) for row in turns):
         complete.append(_complete(store, group, trajectories, turns))
+
+
+def _undone(row: sqlite3.Row, forgotten: int | None) -> bool:
+    """True for a drop that was decided while a batch was made whose step never came to be."""
+    if forgotten is None or row["state"] != State.DROPPED or row["step"] is None:
+        return False
+    return row["step"] > forgotten and row["reward"] is not None and row["reason"] not in RECOVERY_REASONS
 
 
 def _drop_failed(store: Store, trajectories: list[sqlite3.Row]) -> None:

@@ -265,14 +265,14 @@ class Store:
         query = "SELECT * FROM turns WHERE step = ? AND state = 'leased' ORDER BY pos"
         return self.connection.execute(query, (step,)).fetchall()
 
-    def drop(self, keys: Sequence[TurnId], reason: DropReason) -> None:
+    def drop(self, keys: Sequence[TurnId], reason: DropReason, step: int | None) -> None:
         """From any state before consumed to dropped.
 
         Raises:
             LedgerError: one is consumed, dropped, side, eval or erased; none is moved.
         """
         for row in self._find_all(keys):
-            self.move(row, State.DROPPED, reason=reason)
+            self.move(row, State.DROPPED, reason=reason, step=step)
 
     def drop_group(self, group_id: str, reason: DropReason) -> None:
         """Drops every turn of a group whose fate is open and closes the group: it is not reissued.

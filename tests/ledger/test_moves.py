@@ -169,7 +169,10 @@ def test_steps_are_consumed_in_order(ready):
             await ledger.consume(2, "c2")
         await ledger.consume(1, "c1")
         await ledger.consume(2, "c2")
-        await ledger.consume(3, None)
+        await ledger.consume(4, None)
+        for step in (3, 4):
+            with pytest.raises(LedgerError, match="step 4 is committed"):
+                await ledger.consume(step, "c")
         assert (await ledger.audit()).consumed == 2
         await ledger.aclose()
 

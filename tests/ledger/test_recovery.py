@@ -182,6 +182,26 @@ def test_decisions_about_an_unfinished_step_are_forgotten(run_dir):
     assert fates(run_dir) == [(State.ELIGIBLE, 0, None), (State.ELIGIBLE, 1, None)]
 
 
+@pytest.mark.parametrize(("checkpoint", "back"), [(0, True), (1, False)])
+def test_a_group_left_out_of_a_batch_comes_back_with_its_step(run_dir, checkpoint, back):
+    async def script(ledger: Ledger) -> None:
+        await ledger.drop(await played(ledger, 0), DropReason.NO_SIGNAL, step=1)
+        await ledger.consume(1, "c1")
+
+    recovery = restart(run_dir, script, checkpoint)
+    assert [len(c.scored) for c in recovery.complete] == ([2] if back else [])
+    assert {f[0] for f in fates(run_dir)} == {State.ELIGIBLE if back else State.DROPPED}
+
+
+def test_a_group_left_out_of_a_rolled_back_batch_stays_dropped(run_dir):
+    async def script(ledger: Ledger) -> None:
+        await ledger.drop(await played(ledger, 0), DropReason.NO_SIGNAL, step=1)
+        await ledger.consume(1, "c1")
+
+    assert restart(run_dir, script, 0, rolled_back=True).complete == ()
+    assert fates(run_dir) == [(State.DROPPED, 0, DropReason.NO_SIGNAL)] * 2
+
+
 def test_decisions_about_a_settled_group_stand(run_dir):
     async def script(ledger: Ledger) -> None:
         await ledger.drop(await played(ledger, 0), DropReason.NO_SIGNAL)

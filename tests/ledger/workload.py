@@ -1,7 +1,8 @@
 """A small deterministic run over the ledger, and a server that plays it in child processes and kills them.
 
-The run: groups of two episodes of two turns; replies depend on the group's seed alone; group 2 is constant (dropped),
-episode 1 of group 4 loses its world, every third reply is cut. Two usable groups a step; a "checkpoint" is a file that
+The run: groups of two episodes of two turns; replies depend on the group's seed alone; group 2 is constant (left
+out of its batch), group 5 is useless (dropped), episode 1 of group 4 loses its world, every third reply is cut. Two
+usable groups a step; a "checkpoint" is a file that
 holds the step and a hash over everything trained on so far, so it plays the part of the loss trace.
 """
 
@@ -113,18 +114,20 @@ class Run:
         keys = [s.turn.id for s in complete.scored]
         await self.ledger.eligible(keys)
         self.progress()
-        if complete.record.index == 2:
-            await self.ledger.drop(keys, DropReason.NO_SIGNAL)
+        if complete.record.index == 5:
+            await self.ledger.drop(keys, DropReason.STALE)
             self.progress()
-        return complete.record.index != 2
+        return complete.record.index != 5
 
     async def train(self, step: int, groups: list[CompleteGroup], trace: str) -> str:
         turns = [s for complete in groups for s in sorted(complete.scored, key=lambda s: s.turn.id)]
-        cut = [s.turn.id for s in turns if s.turn.status is TurnStatus.CUT]
-        if cut:
-            await self.ledger.drop(cut, DropReason.CUT)
-            self.progress()
-        batch = [s for s in turns if s.turn.status is TurnStatus.OK]
+        constant = [s.turn.id for s in turns if s.turn.group_id == "g2"]
+        cut = [s.turn.id for s in turns if s.turn.status is TurnStatus.CUT and s.turn.id not in constant]
+        for keys, reason in ((constant, DropReason.NO_SIGNAL), (cut, DropReason.CUT)):
+            if keys:
+                await self.ledger.drop(keys, reason, step=step)
+                self.progress()
+        batch = [s for s in turns if s.turn.id not in {*constant, *cut}]
         await self.ledger.lease(step, [s.turn.id for s in batch])
         self.progress()
         # What a loss depends on: the batch, and every judged turn of its groups (baselines), dropped ones included.
