@@ -84,7 +84,7 @@ class TerminalEnv(gymnasium.Env[dict[str, Any], str]):
       families).
     - `max_turns` (default 10), `action_format` (default `"raw"`), `timeout_s` (default 10.0, of one command).
     - `sandbox` (default `"auto"`): the backend. `memory_mb` (default 256): its memory.
-    - `examples` (default 2): worked examples in `example_messages`.
+    - `examples` (default 2): worked examples in `example_messages`, one of each of the first `families`.
     - `text_limit` (default 2000): characters of `text`.
 
     ## Version History
@@ -141,7 +141,8 @@ class TerminalEnv(gymnasium.Env[dict[str, Any], str]):
     @property
     def example_messages(self) -> tuple[dict[str, str], ...]:
         """Worked examples as earlier chat turns (`role`, `content`); the same for every task."""
-        return prompt.example_messages(self.settings.action_format, self.settings.examples)
+        names = self.settings.families or tasks.families_of("train")
+        return prompt.example_messages(self.settings.action_format, names, self.settings.examples)
 
     @property
     def max_turns(self) -> int:

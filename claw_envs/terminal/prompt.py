@@ -1,35 +1,19 @@
-"""What the agent is told beside the task: how to answer, which commands there are, worked examples.
+"""What the agent is told beside the task: how to answer, and worked examples.
 
-The system text and the examples are the same for every task, so that an engine computes them once.
+In: the action format and the families in use. Out: the system text and earlier chat turns. Both are the same for every
+task of an environment, so that an engine computes them once.
 """
 
-from claw_envs.actions import ActionFormat
+from collections.abc import Sequence
+
+from claw_envs.actions import SUBMIT, ActionFormat
+from claw_envs.terminal.families import FAMILIES
 
 _RULES = {
     ActionFormat.RAW: "Answer with one shell command and nothing else.",
     ActionFormat.FENCED: "Answer with one shell command in a code block.",
 }
-
-_MENU = """\
-Commands:
-mv OLD NEW
-cp FILE COPY
-rm FILE
-mkdir FOLDER
-touch FILE
-chmod +x FILE
-wc -l FILE > OUT
-sort FILE > OUT
-grep WORD FILE > OUT
-echo WORD >> FILE"""
-
-_EXAMPLES = (
-    ("Count the lines of a.txt into b.txt.", "wc -l a.txt > b.txt"),
-    ("Rename x.txt to y.txt.", "mv x.txt y.txt"),
-    ("Make a folder named docs.", "mkdir docs"),
-    ("Add the line hello to c.txt.", "echo hello >> c.txt"),
-)
-MAX_EXAMPLES = len(_EXAMPLES)
+_END = f" When the task is done, answer {SUBMIT}."
 
 
 def system_prompt(action_format: ActionFormat, *, submit: bool) -> str:
@@ -37,16 +21,16 @@ def system_prompt(action_format: ActionFormat, *, submit: bool) -> str:
 
     Args:
         action_format: how a reply carries its command.
-        submit: whether to explain how to end a longer episode.
+        submit: whether to say how a longer episode is ended.
     """
-    end = " When the task is done, answer submit." if submit else ""
-    return f"{_RULES[action_format]}{end}\n{_MENU}"
+    return _RULES[action_format] + (_END if submit else "")
 
 
-def example_messages(action_format: ActionFormat, count: int) -> tuple[dict[str, str], ...]:
-    """`count` worked examples as earlier chat turns: user, assistant, user, ..."""
+def example_messages(action_format: ActionFormat, families: Sequence[str], count: int) -> tuple[dict[str, str], ...]:
+    """Worked examples of the first `count` of `families` as chat turns: user, assistant, user, ..."""
+    examples = [FAMILIES[name].example for name in families]
     messages: list[dict[str, str]] = []
-    for instruction, command in _EXAMPLES[:count]:
+    for instruction, command in [example for example in examples if example is not None][:count]:
         reply = f"```\n{command}\n```" if action_format is ActionFormat.FENCED else command
         messages += [{"role": "user", "content": instruction}, {"role": "assistant", "content": reply}]
     return tuple(messages)

@@ -10,7 +10,6 @@ from typing import Any
 from claw_envs.actions import ActionFormat
 from claw_envs.errors import TaskError
 from claw_envs.terminal.families import FAMILIES
-from claw_envs.terminal.prompt import MAX_EXAMPLES
 from claw_envs.terminal.words import SPLITS
 
 RESET_OPTIONS = ("task_id", "split", "family", "level")
@@ -45,7 +44,7 @@ class TerminalSettings:
             check_level(level)
         check_split(self.split)
         _whole("max_turns", self.max_turns, 1, 1000)
-        _whole("examples", self.examples, 0, MAX_EXAMPLES)
+        _whole("examples", self.examples, 0, len(FAMILIES))
         _whole("memory_mb", self.memory_mb, 16, 2**20)
         _whole("text_limit", self.text_limit, 200, 100_000)
         if not isinstance(self.sandbox, str):

@@ -35,14 +35,14 @@ _STEMS = {
 _FOLDERS = {
     "train": _pool(
         "archive backup photos music work school projects images games data docs drafts home inbox lab logs maps "
-        "media old pages pics plans private public reports samples shared source storage tests"
+        "media pages plans private public reports samples shared source storage tests"
     ),
     "eval": _pool(
         "videos travel health sports science kitchen family holiday office history art bank club college company "
         "downloads finance food garage hobby law magazines money nature newspapers paintings party pets shop"
     ),
     "heldout": _pool(
-        "attic cellar library museum station factory farm hospital hotel stadium theater tower village warehouse"
+        "attic library museum station factory farm hospital hotel stadium theater tower village warehouse"
     ),
 }
 _WORDS = {
@@ -64,7 +64,7 @@ _SCRIPTS = {
         "fetch finish format init load main make merge open pack print process"
     ),
     "eval": _pool(
-        "update check sync monitor migrate refresh prepare restart batch close connect create cron daily debug "
+        "update check sync monitor migrate refresh prepare restart batch close connect create daily debug "
         "demo encode extract filter generate import inspect job lint notify patch ping"
     ),
     "heldout": _pool("rotate publish verify collect"),

@@ -27,12 +27,18 @@ class Exercise:
     modes: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
+Make = Callable[[Draw, int], Exercise]
+"""Draws the exercise of a level."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A kind of task."""
 
     name: str
-    make: Callable[[Draw, int], Exercise]
+    make: Make
+    example: tuple[str, str] | None = None
+    """A worked example, (instruction, command), of names that no task uses; None for families never trained on."""
     heldout: bool = False
     """True for families that are never trained on; their only split is `heldout`."""
     levels: tuple[int, ...] = (1, 2)

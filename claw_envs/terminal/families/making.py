@@ -12,8 +12,8 @@ def make_folder(draw: Draw, level: int) -> Exercise:
     files = {draw.file(): draw.text()}
     inner = f" and a folder named {names[-1]} inside it" if level == 2 else ""
     instruction = draw.say(
-        train=[f"Make a folder named {names[0]}{inner}.", f"Create a folder named {names[0]}{inner}."],
-        other=[f"I need a new folder called {names[0]}{inner}.", f"Please make the folder {names[0]}{inner}."],
+        train=[f"Make a folder named {names[0]}{inner}.", f"Create the folder {names[0]}{inner}."],
+        other=[f"Create a folder named {names[0]}{inner}.", f"Make a new folder called {names[0]}{inner}."],
     )
 
     def checks(tree: Tree) -> Checks:
@@ -37,8 +37,8 @@ def make_empty(draw: Draw, level: int) -> Exercise:
     listed = " and ".join(paths)
     noun = "empty files" if level == 2 else "an empty file"
     instruction = draw.say(
-        train=[f"Make {noun} named {listed}.", f"Create {noun} named {listed}."],
-        other=[f"I need {noun} called {listed}.", f"Please make {noun}: {listed}."],
+        train=[f"Make {noun} named {listed}.", f"Create {noun} called {listed}."],
+        other=[f"Create {noun} named {listed}.", f"Please make {noun} called {listed}."],
     )
 
     def checks(tree: Tree) -> Checks:
@@ -58,7 +58,7 @@ def make_executable(draw: Draw, level: int) -> Exercise:
     modes = {off: 0o755} if level == 2 else {}
     instruction = draw.say(
         train=[f"Make {on} executable.", f"Make the script {on} executable."],
-        other=[f"I want {on} to be executable.", f"Please set {on} executable."],
+        other=[f"Please make {on} executable.", f"Make the file {on} executable."],
     )
     if level == 2:
         instruction += draw.say(train=[f" Make {off} not executable."], other=[f" But {off} must not be executable."])

@@ -9,10 +9,10 @@ def rename(draw: Draw, level: int) -> Exercise:
     """Give one file (level 2: two files) a new name."""
     pairs = [(draw.file(), draw.file()) for _ in range(level)]
     files = {old: draw.text() for old, _ in pairs} | {draw.file(): draw.text()}
-    listed = " and ".join(draw.say(train=[f"{old} to {new}"], other=[f"{old} into {new}"]) for old, new in pairs)
+    listed = " and ".join(f"{old} to {new}" for old, new in pairs)
     instruction = draw.say(
-        train=[f"Rename {listed}.", f"Please rename {listed}."],
-        other=[f"I want you to rename {listed}.", f"Rename the file {listed}."],
+        train=[f"Rename {listed}.", f"Change the name of {listed}."],
+        other=[f"Please rename {listed}.", f"Rename the file {listed}."],
     )
 
     def checks(tree: Tree) -> Checks:
@@ -34,7 +34,7 @@ def copy(draw: Draw, level: int) -> Exercise:
     if level == 1:
         instruction = draw.say(
             train=[f"Copy {source} to {target}.", f"Make a copy of {source} named {target}."],
-            other=[f"Create a copy of {source} called {target}.", f"Please copy the file {source} to {target}."],
+            other=[f"Please copy {source} to {target}.", f"Copy the file {source} to {target}."],
         )
         oracle, new = (f"cp {source} {target}",), [target]
     else:
@@ -58,7 +58,7 @@ def delete(draw: Draw, level: int) -> Exercise:
     victim, folder = draw.file(), draw.folder()
     files = {victim: draw.text(), draw.file(): draw.text(), draw.file(): draw.text()}
     oracle, gone = [f"rm {victim}"], [victim]
-    what = draw.say(train=[victim, f"the file {victim}"], other=[f"{victim} from this folder", f"my file {victim}"])
+    what = victim
     if level == 2:
         inner = f"{folder}/{draw.file()}"
         files[inner] = draw.text()
@@ -66,7 +66,8 @@ def delete(draw: Draw, level: int) -> Exercise:
         gone += [folder, inner]
         what = f"{victim} and the folder {folder}"
     instruction = draw.say(
-        train=[f"Delete {what}.", f"Please delete {what}."], other=[f"Remove {what}.", f"I need you to delete {what}."]
+        train=[f"Delete {what}.", f"Please remove {what}."],
+        other=[f"Please delete {what}.", f"Remove the file {what}."],
     )
 
     def checks(tree: Tree) -> Checks:
@@ -83,10 +84,10 @@ def move_into(draw: Draw, level: int) -> Exercise:
     moves = [(draw.file(), draw.folder()) for _ in range(level)]
     files = {name: draw.text() for name, _ in moves} | {f"{folder}/": "" for _, folder in moves}
     files[draw.file()] = draw.text()
-    listed = " and ".join(f"{name} into the folder {folder}" for name, folder in moves)
-    inside = " and ".join(f"{name} inside the {folder} folder" for name, folder in moves)
+    listed = " and ".join(f"{name} into {folder}" for name, folder in moves)
+    longer = " and ".join(f"{name} into the folder {folder}" for name, folder in moves)
     instruction = draw.say(
-        train=[f"Move {listed}.", f"Please move {listed}."], other=[f"Put {inside}.", f"I want to move {listed}."]
+        train=[f"Move {listed}.", f"Put {longer}."], other=[f"Please move {listed}.", f"Move the file {longer}."]
     )
 
     def checks(tree: Tree) -> Checks:

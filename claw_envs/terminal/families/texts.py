@@ -13,9 +13,9 @@ def count_lines(draw: Draw, level: int) -> Exercise:
     counts = [draw.random.randint(5, 60) for _ in pairs]
     files = {source: as_text(draw.lines(n)) for (source, _), n in zip(pairs, counts, strict=True)}
     listed = " and ".join(f"the lines of {source} into {target}" for source, target in pairs)
-    saved = " and ".join(f"how many lines {source} has, saved in {target}" for source, target in pairs)
     instruction = draw.say(
-        train=[f"Count {listed}.", f"Please count {listed}."], other=[f"Tell me {saved}.", f"I want to count {listed}."]
+        train=[f"Count {listed}.", f"Write the number of {listed}."],
+        other=[f"Please count {listed}.", f"Put the number of {listed}."],
     )
 
     def checks(tree: Tree) -> Checks:
@@ -41,13 +41,13 @@ def sort_lines(draw: Draw, level: int) -> Exercise:
     oracle = [f"sort {source} > {target}"]
     instruction = draw.say(
         train=[f"Sort {source} into {target}.", f"Sort the lines of {source} into {target}."],
-        other=[f"Please sort {source} and save it as {target}.", f"I want the lines of {source} sorted in {target}."],
+        other=[f"Please sort {source} into {target}.", f"Sort the file {source} into {target}."],
     )
     if level == 2:
         wanted[reverse] = sorted(lines, reverse=True)
         oracle.append(f"sort -r {source} > {reverse}")
         instruction += draw.say(
-            train=[f" Sort it in reverse into {reverse}."], other=[f" Save it in reverse order as {reverse}."]
+            train=[f" Sort it in reverse into {reverse}."], other=[f" Then sort it in reverse into {reverse}."]
         )
 
     def checks(tree: Tree) -> Checks:
@@ -69,10 +69,9 @@ def search_word(draw: Draw, level: int) -> Exercise:
     files = {source: as_text(lines), draw.file(): draw.text()}
     asked = list(zip(words, targets, strict=True))
     listed = " and ".join(f"{word} in {source} into {target}" for word, target in asked)
-    saved = " and ".join(f"the lines of {source} with {word}, saved in {target}" for word, target in asked)
     instruction = draw.say(
-        train=[f"Search for {listed}.", f"Search the word {listed}."],
-        other=[f"Find {saved}.", f"Please search for the word {listed}."],
+        train=[f"Search {listed}.", f"Search the word {listed}."],
+        other=[f"Please search {listed}.", f"Find the word {listed}."],
     )
 
     def checks(tree: Tree) -> Checks:
@@ -92,8 +91,8 @@ def append_line(draw: Draw, level: int) -> Exercise:
     files = {name: draw.text() for name, _ in adds} | {draw.file(): draw.text()}
     listed = " and ".join(f"the line {word} to {name}" for name, word in adds)
     instruction = draw.say(
-        train=[f"Add {listed}.", f"Please add {listed}."],
-        other=[f"Append {listed}.", f"At the end, add {listed}."],
+        train=[f"Add {listed}.", f"Append {listed}."],
+        other=[f"Please add {listed}.", f"At the end, add {listed}."],
     )
 
     def checks(tree: Tree) -> Checks:
