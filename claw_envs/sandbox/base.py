@@ -49,6 +49,8 @@ class Sandbox(Protocol):
 
         Standard input is empty. At `timeout_s` everything the command started is killed, the shell lives on and
         partial output is returned with `timed_out=True`.
+        A command that ends the shell ends all processes of the sandbox; a new shell then runs (`shell_restarted=True`).
+        So does one that finds the shell already dead; that command did not run.
 
         Raises:
             SandboxLost: the sandbox is gone.

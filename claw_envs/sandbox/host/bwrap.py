@@ -21,7 +21,16 @@ TESTS = "/tests"
 """Files for a check, read-only; never there while the agent runs."""
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-ETC_FROM_HOST = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "ssl", "magic", "mime.types")
+ETC_FROM_HOST = (
+    "alternatives",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "localtime",
+    "ssl/certs",
+    "ssl/openssl.cnf",
+    "magic",
+)
 ETC_FILES = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\n"
     f"{USER}:x:{UID}:{UID}:{USER}:{HOME}:/bin/bash\n"
@@ -57,6 +66,7 @@ def make_etc(folder: Path) -> None:
         (folder / name).write_text(text)
     for name in ETC_FROM_HOST:
         host = Path("/etc") / name
+        (folder / name).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         if host.is_dir():
             (folder / name).mkdir(mode=0o755)
         elif host.exists():
@@ -117,6 +127,11 @@ def _common() -> list[str]:
     for name, value in environment().items():
         args += ["--setenv", name, value]
     return args
+
+
+def probe_args(system: Sequence[str], namespaces: Sequence[str]) -> list[str]:
+    """The smallest machine that needs everything the others need."""
+    return [*namespaces, *system, *_KERNEL, *_SEALED, "/"]
 
 
 def shell_args(system: Sequence[str], namespaces: Sequence[str], files: Path) -> list[str]:

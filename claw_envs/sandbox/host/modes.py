@@ -1,6 +1,6 @@
 """Finding out once per launcher how bubblewrap runs on this machine.
 
-In: how private our mounts are. Out: the strictest way in which it runs `true`, or what it complained about.
+In: how private our mounts are. Out: the strictest way in which it runs a shell, or what it complained about.
 """
 
 import os
@@ -44,6 +44,8 @@ def find_mode(privacy: Privacy, etc: Path, agent: Identity) -> Mode:
     program = which("bwrap")
     if program is None:
         raise Unavailable(MISSING)
+    if not Path("/proc/thread-self/children").exists():
+        raise Unavailable("this kernel does not list children in /proc (CONFIG_PROC_CHILDREN)")
     complaint = ""
     for own_uid in (True, False) if privacy is Privacy.ROOT else (False,):
         for no_nesting in (True, False):
@@ -55,9 +57,8 @@ def find_mode(privacy: Privacy, etc: Path, agent: Identity) -> Mode:
 
 
 def attempt(mode: Mode, namespaces: Sequence[str], etc: Path, identity: Identity | None) -> str:
-    """Runs `true` in a sandbox; returns "" or what bwrap complained about."""
-    args = [mode.program, *namespaces, *bwrap.system_args(etc)]
-    args += ["--proc", "/proc", "--dev", "/dev", "--", "/bin/true"]
+    """Runs a shell in a sandbox; returns "" or what bwrap complained about."""
+    args = [mode.program, *bwrap.probe_args(bwrap.system_args(etc), namespaces), "--", "bash", "-c", ":"]
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     try:

@@ -58,23 +58,35 @@ def enter_private() -> tuple[Privacy, Path | None]:
     """Moves this single-threaded process into a private mount namespace.
 
     Returns:
-        How, and the folder of a fresh tmpfs there that every user may traverse; None with `Privacy.NONE`.
+        How, and the folder of a fresh tmpfs there that every user may traverse; None with `Privacy.NONE`, and then
+        nothing was changed.
     """
-    uid, gid = os.getuid(), os.getgid()
-    try:
-        if uid == 0:
-            _check(_libc.unshare(CLONE_NEWNS), "unshare")
-            privacy = Privacy.ROOT
-        else:
-            _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUSER), "unshare")
-            Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-            Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-            privacy = Privacy.USER_NAMESPACE
-        mount("none", "/", "", MS_REC | MS_SLAVE)
-        # The host's folders stay reachable except this one, which sandboxes never need.
-        top = next(path for path in map(Path, ("/mnt", "/media", "/srv", "/tmp")) if path.is_dir())
-        mount("claw", top, "tmpfs", MS_NOSUID | MS_NODEV, "size=16m,mode=0755")
-    except OSError:
+    # A child tries first: a system may grant the namespace and refuse the mounts, and there is no way back.
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _enter()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
         return Privacy.NONE, None
+    return _enter()
+
+
+def _enter() -> tuple[Privacy, Path]:
+    uid, gid = os.getuid(), os.getgid()
+    if uid == 0:
+        _check(_libc.unshare(CLONE_NEWNS), "unshare")
+        privacy = Privacy.ROOT
+    else:
+        _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUSER), "unshare")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        privacy = Privacy.USER_NAMESPACE
+    mount("none", "/", "", MS_REC | MS_SLAVE)
+    # The host's folders stay reachable except this one, which sandboxes never need.
+    top = next(path for path in map(Path, ("/mnt", "/media", "/srv", "/tmp")) if path.is_dir())
+    mount("claw", top, "tmpfs", MS_NOSUID | MS_NODEV, "size=16m,mode=0755")
     return privacy, top

@@ -82,7 +82,7 @@ class Host:
         self._owner = leases.identity(owner)
         self._self = leases.identity(os.getpid())
         self._parent = cgroups.Parent.of_this_process()
-        self._lease = self._new_lease(f"launcher-{os.getpid()}", float("inf"))
+        self._lease = self._new_lease(f"launcher-{os.urandom(8).hex()}", float("inf"))
         leases.write(self.state, self._lease)
         self.privacy, top = mounts.enter_private()
         self._top = top or self.state / self._lease.id
