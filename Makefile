@@ -25,7 +25,7 @@ READY := $(VENV)/ready-$(shell { echo '$(TORCH) $(TORCH_BUILD)'; cat pyproject.t
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test test-slow check fix set-up system models clean
+.PHONY: help demo test test-slow check check-lint check-format check-types check-imports fix set-up system models clean
 
 help:
 	@sed -n '2,7s/^# \{0,1\}//p' Makefile
@@ -52,10 +52,18 @@ test: system models
 test-slow: system models
 	@$(BIN)/python -m pytest -m slow $(PYTEST)
 
-check: $(READY)
+check: check-lint check-format check-types check-imports
+
+check-lint: $(READY)
 	@echo '== ruff check' && $(BIN)/ruff check .
+
+check-format: $(READY)
 	@echo '== ruff format' && $(BIN)/ruff format --check .
+
+check-types: $(READY)
 	@echo '== pyright' && $(BIN)/pyright
+
+check-imports: $(READY)
 	@echo '== import directions' && $(BIN)/lint-imports --no-logo
 
 fix: $(READY)

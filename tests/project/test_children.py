@@ -136,6 +136,23 @@ async def until(probe: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
+def test_a_watcher_in_the_group_of_another_ends_alone(tmp_path):
+    """Ranks share the group of the program that launched them; this one shares ours."""
+    (tmp_path / "rank.py").write_text(WATCHED.replace("grandchild", "_").replace('["sleep", "600"]', '["true"]'))
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "rank.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as rank:
+        assert rank.stdout is not None
+        assert rank.stdin is not None
+        rank.stdout.readline()
+        rank.stdin.close()
+        assert rank.wait(timeout=20) == 1
+
+
 def test_a_failed_start_carries_status_and_last_log_line(make_spec):
     spec = make_spec("broken", "import sys; print('noise'); sys.exit('port 80 is taken')")
 

@@ -58,13 +58,13 @@ def test_the_doctor_loads_nothing_heavy():
 def test_the_training_process_loads_no_model_library():
     ours = sorted(modules_of("claw_train") - CHILDREN - {"__main__"})
     loaded = loaded_after("\n".join(f"import claw_train.{module}" for module in ours))
-    assert "claw_train.orchestrator" in loaded
+    assert "claw_train.run" in loaded
     assert loaded & MODEL_LIBRARIES == set()
 
 
 def test_help_loads_neither_orchestrator_nor_web_server():
     loaded = loaded_after("from claw_train.cli import main\ntry: main(['--help'])\nexcept SystemExit: print()")
-    assert loaded & (HEAVY | {"claw_train.orchestrator", "fastapi", "uvicorn", "hydra"}) == set()
+    assert loaded & (HEAVY | {"claw_train.run", "fastapi", "uvicorn", "hydra"}) == set()
 
 
 def contracts() -> dict[str, dict]:
