@@ -105,7 +105,7 @@ def _first_way(config: ModelConfig, *, weights: bool) -> tuple[Path, str]:
     """Tries every way in order; returns the folder and the way's name."""
     for folder in _converted(config, weights=weights):
         if folder.is_dir():
-            return folder, "converted"
+            return _whole(folder, weights=weights), "converted"
     answers = ["(1) local path: none given, set model.path=FOLDER"]
     if config.hub_id is None:
         answers.append("(2) Hugging Face: the model has no hub_id")
@@ -165,7 +165,15 @@ def _random(config: ModelConfig) -> Path:
         _convert(["random", "--settings", settings, "--out", str(out)], fd)
 
     target = cache_dir() / "models" / f"{config.name}-{digest.hexdigest()[:12]}"
-    return make_once(target, fill, need_bytes=config.num_params * 4 + 50_000_000)
+    return _whole(make_once(target, fill, need_bytes=config.num_params * 4 + 50_000_000), weights=True)
+
+
+def _whole(folder: Path, *, weights: bool) -> Path:
+    """A folder of our cache, unless somebody took a part of it away."""
+    lacks = missing_part(folder, weights=weights)
+    if lacks is not None:
+        raise ModelError(f"{folder} is damaged ({lacks}): delete it and try again")
+    return folder
 
 
 def _convert(args: list[str], lock_fd: int) -> None:

