@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(raw: dict[str, Any], overrides: Sequence[str]) -> int:
     try:
-        from claw_train.orchestrator import launch
+        from claw_train.run import launch
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'claw-rl[train]'") from None
     return launch(raw, overrides)

@@ -267,6 +267,8 @@ class GuardConfig:
     """Replies that were cut, empty or looping, over the last `window` turns."""
     window: int = 128
     """Nothing is halted before this many were seen."""
+    stall_s: float = 1800.0
+    """Seconds without a batch after which training halts and says what it waits for."""
     engine_failures: int = 16
     """Episodes lost to the engine in a row."""
 

@@ -44,25 +44,30 @@ class Stepping:
         trainer: Trainer,
         ledger: Ledger,
         max_staleness: int,
-        on_step: Callable[[Assembled, StepReport, Mapping[str, float]], None],
+        stall_s: float,
+        waiting_for: Callable[[], Mapping[str, str]],
+        on_step: Callable[[StepReport, Mapping[str, float]], None],
     ) -> None:
         self._batches = batches
         self._weights = weights
         self._trainer = trainer
         self._ledger = ledger
         self._max_staleness = max_staleness
+        self._stall_s = stall_s
+        self._waiting_for = waiting_for
         self._on_step = on_step
 
     async def run(self, *, first: int, last: int) -> None:
         """Steps `first` to `last`.
 
         Raises:
-            GuardError: a trained token is too old (a broken promise of assembly), or the trainer's own guards.
+            GuardError: no batch came in time, a trained token is too old (a broken promise of assembly), or the
+                trainer's own guards.
             TrainerError: the ranks failed.
         """
         for step in range(first, last + 1):
             waited = time.monotonic()
-            assembled = await self._batches.get()
+            assembled = await self._next_batch(step)
             started = time.monotonic()
             assert assembled.batch.step == step, (assembled.batch.step, step)
             ages = batch_ages(assembled.batch)
@@ -81,7 +86,17 @@ class Stepping:
             }
             await self._ledger.consume(step, report.checkpoint or "", metrics=figures)
             self._weights.put(report.weights, assembled.group_ids)
-            self._on_step(assembled, report, figures)
+            self._on_step(report, figures)
+
+    async def _next_batch(self, step: int) -> Assembled:
+        """Waits for the batch, but not for ever."""
+        try:
+            return await asyncio.wait_for(self._batches.get(), self._stall_s)
+        except TimeoutError:
+            missing = "; ".join(f"{group}: {what}" for group, what in self._waiting_for().items()) or "no open group"
+            raise GuardError(
+                f"no batch for step {step} in {self._stall_s:.0f} s (guards.stall_s); waiting for {missing}"
+            ) from None
 
 
 class Swapping:

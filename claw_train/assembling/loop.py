@@ -100,7 +100,7 @@ class Assembling:
             del self._ready[: self._trainer.groups_per_step]
             seed = None if self._shuffle_seed is None else self._shuffle_seed + self._step
             assembled = assemble(chosen, step=self._step, method=self._method, shuffle_seed=seed)
-            await self._drop_turns(assembled.dropped)
+            await self._drop_turns(assembled.dropped, step=self._step)
             leased = [span.turn_id for sample in assembled.batch.samples for span in sample.spans]
             if leased:
                 await self._ledger.lease(self._step, leased)
@@ -122,10 +122,11 @@ class Assembling:
         await self._drop_turns(dict.fromkeys((s.turn.id for s in group.scored), reason))
         self._slots.release(group.record.id, reason)
 
-    async def _drop_turns(self, dropped: Mapping[TurnId, DropReason]) -> None:
+    async def _drop_turns(self, dropped: Mapping[TurnId, DropReason], *, step: int | None = None) -> None:
+        """`step` names the batch that a turn was left out of: if that step is lost, its whole groups come back."""
         for reason, turn_ids in _by_reason(dropped.items()).items():
             self.drops[reason] += len(turn_ids)
-            await self._ledger.drop(turn_ids, reason)
+            await self._ledger.drop(turn_ids, reason, step=step)
 
 
 def _by_reason(rows: Iterable[tuple[TurnId, DropReason]]) -> Mapping[DropReason, Sequence[TurnId]]:

@@ -73,6 +73,8 @@ class _EvalSink:
         await self._ledger.capture(turn)
 
     async def bound(self, turn: Turn) -> None:
+        assert turn.next_state is not None
+        await self._ledger.bind(turn.id, turn.next_state)
         self.turns.append(turn)
 
     async def lost(self, turn: Turn) -> None:
@@ -109,16 +111,16 @@ class Evaluator:
         self._policy = policy
         self._attempt = incarnation * 1000
 
-    async def score(self, *, split: str, num_tasks: int, version: Version, label: str) -> Scores:
+    async def score(self, *, split: str, num_tasks: int, version: Version | None, label: str) -> Scores:
         """Plays tasks 0 to `num_tasks - 1` of a split with `version`'s weights; the run's seed does not choose them.
 
         `label` separates the sampling of one evaluation from another's.
         """
         self._attempt += 1
         jobs = [self._task(i, split, version, label) for i in range(num_tasks)]
-        return Scores(split=split, version=str(version), rows=tuple(await asyncio.gather(*jobs)))
+        return Scores(split=split, version=str(version or "newest"), rows=tuple(await asyncio.gather(*jobs)))
 
-    async def _task(self, i: int, split: str, version: Version, label: str) -> TaskScore:
+    async def _task(self, i: int, split: str, version: Version | None, label: str) -> TaskScore:
         stream = self._streams[i % len(self._streams)]
         sink = _EvalSink(self._ledger)
         spec = EpisodeSpec(

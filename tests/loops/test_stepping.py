@@ -50,7 +50,9 @@ def stepping(journal, batches, weights, *, max_staleness=0):
         trainer=journal,
         ledger=journal,
         max_staleness=max_staleness,
-        on_step=lambda assembled, report, figures: journal.events.append(f"report {report.step}"),
+        stall_s=0.2,
+        waiting_for=lambda: {"g7": "1/2 trajectories"},
+        on_step=lambda report, figures: journal.events.append(f"report {report.step}"),
     )
 
 
@@ -72,6 +74,14 @@ def test_a_token_that_is_too_old_stops_training_before_the_step():
         with pytest.raises(GuardError, match="age 2 passed max_staleness=1"):
             await stepping(journal, batches, WeightsChannel(), max_staleness=1).run(first=5, last=5)
         assert journal.events == []
+
+    asyncio.run(main())
+
+
+def test_starvation_halts_and_names_what_is_missing():
+    async def main():
+        with pytest.raises(GuardError, match=r"no batch for step 1 .*g7: 1/2 trajectories"):
+            await stepping(Journal(), asyncio.Queue(), WeightsChannel()).run(first=1, last=1)
 
     asyncio.run(main())
 
