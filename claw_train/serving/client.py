@@ -98,7 +98,8 @@ class EngineClient:
         rid = f"{request.id};"  # servers abort by prefix: without an end mark .../1 would take .../10 along
         urgency = Urgency.LIVE if request.live else Urgency.HOSTED
         async with self._gate.turn(urgency), self._using(request.version) as route:
-            body = {**generate_body(request, rid, route.adapter), **self._cache_key(route)}
+            body = generate_body(request, rid, route.adapter, priorities=not self._stock)
+            body |= self._cache_key(route)
             reply = await self._ask(body, rid)
             return read_completion(
                 reply,

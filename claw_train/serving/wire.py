@@ -17,8 +17,17 @@ _LOWEST = -1e6
 """Servers write minus infinity as the lowest float: no token of that probability was sampled."""
 
 
-def generate_body(request: GenerateRequest, rid: str, adapter: str | None) -> dict[str, Any]:
-    """Body of /generate for a reply with log-probabilities."""
+def generate_body(
+    request: GenerateRequest, rid: str, adapter: str | None, *, priorities: bool = False
+) -> dict[str, Any]:
+    """Body of /generate for a reply with log-probabilities.
+
+    Args:
+        request: what is asked.
+        rid: request id on the server.
+        adapter: LoRA adapter; None is the server's own weights.
+        priorities: the server lets live requests overtake in its own queue.
+    """
     sampling = request.sampling
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -39,6 +48,8 @@ def generate_body(request: GenerateRequest, rid: str, adapter: str | None) -> di
         "logprob_start_len": -1,
         "stream": False,
     }
+    if priorities and request.live:
+        body["priority"] = 1
     return body if adapter is None else {**body, "lora_path": adapter}
 
 

@@ -187,6 +187,19 @@ def test_cancelling_a_call_ends_it_on_the_server(engine):
     engine.wait(lambda info: info["num_running"] == 0, "the request ended")
 
 
+def test_cancelling_a_call_leaves_others_with_a_longer_id_alone(scripted):
+    server = scripted("--token-delay-s", "0.02")
+
+    async def work(client):
+        short, long = (asyncio.create_task(client.generate(ask(rid))) for rid in ("e/1", "e/10"))
+        while await asyncio.to_thread(lambda: server.info()["num_running"]) < 2:
+            pass
+        short.cancel()
+        return await long
+
+    assert run(server.url, work).finish_reason != "abort"
+
+
 def test_a_wrong_key_is_no_matter_for_retries(engine):
     async def work():
         client = EngineClient(engine.url, "wrong", config(), base=BASE)

@@ -135,6 +135,14 @@ def test_bodies_are_json_and_name_the_adapter():
     assert (scored["input_ids"], scored["logprob_start_len"], "lora_path" in scored) == ([1, 2, 3], 1, False)
 
 
+@pytest.mark.parametrize(
+    ("live", "priorities", "sent"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_a_live_request_overtakes_in_servers_that_know_how(live, priorities, sent):
+    request = GenerateRequest(id="r", prompt_ids=(1,), sampling=SAMPLING, live=live)
+    assert ("priority" in generate_body(request, "r;", None, priorities=priorities)) == sent
+
+
 # which weights answered
 
 
