@@ -7,6 +7,7 @@ Nothing here knows shells, tasks or limits beyond passing them on.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -151,6 +152,8 @@ class Launcher:
         """Ends the launcher, which removes all its sandboxes first. Idempotent; does nothing in a fork."""
         if self.owner != os.getpid():
             return
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # reaches the launcher whoever else holds a copy of the socket
         self._socket.close()
         try:
             self._process.wait(EXIT_S)

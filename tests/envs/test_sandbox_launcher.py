@@ -91,6 +91,36 @@ def test_a_killed_owner_leaves_nothing(tmp_path):
     assert str(owner.state) not in Path("/proc/mounts").read_text()
 
 
+def test_the_launcher_ends_with_its_owner_whoever_else_holds_the_socket(tmp_path):
+    code = """
+import subprocess, time
+from claw_envs.sandbox.launcher import get_launcher
+from claw_envs.sandbox.namespace import NamespaceSandbox
+held, launcher = NamespaceSandbox(), get_launcher()
+keeper = subprocess.Popen(["sleep", "1000"], pass_fds=[launcher._socket.fileno()], stdout=subprocess.DEVNULL)
+print(launcher.pid, keeper.pid, flush=True)
+time.sleep(1000)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, cwd=ROOT) as owner:
+        assert owner.stdout is not None
+        launcher, keeper = (int(word) for word in owner.stdout.readline().split())
+        owner.kill()
+    try:
+        until(lambda: procs.start_time(launcher) is None, "the launcher ends")
+        assert list((tmp_path / "claw").iterdir()) == []
+    finally:
+        os.kill(keeper, signal.SIGKILL)
+
+
+def test_an_orderly_close_does_not_wait_for_other_holders_of_the_socket(tmp_path):
+    launcher = Launcher(tmp_path / "state")
+    copy = launcher._socket.dup()
+    launcher.close()
+    copy.close()
+    assert launcher._process.returncode == 0
+
+
 def test_a_killed_launcher_takes_its_sandboxes_along_and_reap_removes_the_rest(tmp_path):
     owner = Owner(tmp_path, 2)
     os.kill(owner.launcher, signal.SIGKILL)
@@ -160,11 +190,17 @@ def test_a_normal_exit_waits_for_the_clean_up(tmp_path):
 
 def test_a_fork_may_not_use_its_parents_sandbox_but_may_make_its_own(tmp_path):
     code = """
-import os, sys
+import os, signal
 from claw_envs.errors import SandboxLost
+from claw_envs.sandbox import launcher
 from claw_envs.sandbox.namespace import NamespaceSandbox
 held = NamespaceSandbox()
-if (child := os.fork()) == 0:
+launcher._current_lock.acquire()  # as a thread of the parent might at that moment
+child = os.fork()
+if child:
+    launcher._current_lock.release()
+else:
+    signal.alarm(20)
     try:
         held.exec("true", timeout_s=9)
     except SandboxLost:
