@@ -157,8 +157,9 @@ class Child:
             if self.returncode is not None:
                 break
             self._signal_group(sig)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._process.wait(), grace_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
         # Grandchildren may outlive their parent; the group id is still ours as long as one of them lives.
         self._signal_group(signal.SIGKILL)
         # Only now: a child that watches its parent would take a closed input for our death and skip its farewell.

@@ -91,7 +91,8 @@ class Stepping:
     async def _next_batch(self, step: int) -> Assembled:
         """Waits for the batch, but not for ever."""
         try:
-            return await asyncio.wait_for(self._batches.get(), self._stall_s)
+            async with asyncio.timeout(self._stall_s):
+                return await self._batches.get()
         except TimeoutError:
             missing = "; ".join(f"{group}: {what}" for group, what in self._waiting_for().items()) or "no open group"
             raise GuardError(

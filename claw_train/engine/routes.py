@@ -239,7 +239,8 @@ def _status(parts: Parts) -> APIRouter:
             return Response(status_code=200)
         pending = parts.intake.probe()
         try:
-            await asyncio.wait_for(pending.ended(), _PROBE_TIMEOUT_S)
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                await pending.ended()
         except TimeoutError:
             pending.cancel()
             return Response(status_code=503)

@@ -63,7 +63,8 @@ class EnvHost:
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._thread, work)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):
+                return await asyncio.shield(future)
         except TimeoutError:
             if not future.done():
                 self.lost = True

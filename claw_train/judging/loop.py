@@ -19,7 +19,8 @@ async def judge_turn(judge: Judge, turn: Turn, history: tuple[Turn, ...], *, tim
     """One verdict, or the reason why there is none."""
     try:
         with boundary(JudgeError, "judge"):
-            return await asyncio.wait_for(judge.score(turn, history), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await judge.score(turn, history)
     except JudgeError as error:
         reason = str(error) or "timeout"
         logger.warning("turn %s: no verdict: %s", turn.id, reason)

@@ -209,7 +209,8 @@ class _RankHandle:
 
         async def connected() -> bool:
             try:
-                self._connection = await asyncio.wait_for(asyncio.to_thread(self._open), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    self._connection = await asyncio.to_thread(self._open)
             except (FileNotFoundError, ConnectionRefusedError):
                 return False
             return True
@@ -232,7 +233,8 @@ class _RankHandle:
         connection = self._connection
         assert connection is not None
         try:
-            data = await asyncio.wait_for(asyncio.to_thread(_exchange, connection, payload), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                data = await asyncio.to_thread(_exchange, connection, payload)
         except TimeoutError:
             self.close()
             raise TrainerError(f"{self.child.spec.name} was silent for {timeout_s:.0f} s") from None
@@ -244,7 +246,8 @@ class _RankHandle:
                 raise TrainerError(f"{self.child.spec.name} was closed while it worked") from None
             self.close()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.child.wait(), 5.0)
+                async with asyncio.timeout(5.0):
+                    await self.child.wait()
             status = self.child.returncode
             raise ChildError(f"{self.child.spec.name} died (status {status}): {self.child.last_words()}") from None
         return codec.load(Reply, data)

@@ -124,6 +124,14 @@ def test_programs_we_wait_for_have_a_deadline():
     assert endless == []
 
 
+def test_deadlines_do_not_swallow_cancellation():
+    """asyncio.wait_for of Python 3.11 returns a result that came with a cancellation, and the task runs on for ever."""
+    swallowing = [
+        where(path, call) for path in sources(*PACKAGES) for name, call in calls(path) if name == "asyncio.wait_for"
+    ]
+    assert swallowing == []
+
+
 def test_queues_are_bounded():
     endless = [
         where(path, call)
