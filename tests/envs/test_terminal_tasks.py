@@ -6,7 +6,7 @@ import pytest
 from claw_envs.errors import TaskError
 from claw_envs.terminal import words
 from claw_envs.terminal.families import FAMILIES
-from claw_envs.terminal.tasks import check, families_of, list_tasks, load_task, make_task, start_passing
+from claw_envs.terminal.tasks import check, families_of, list_tasks, load_task, make_task, passing, start_passing
 from claw_envs.terminal.tree import Tree
 from claw_envs.terminal.words import SPLITS
 
@@ -101,7 +101,20 @@ def test_no_two_families_share_a_grader():
 
 def test_a_task_says_which_checks_its_start_state_passes():
     task = make_task("rename", "train", 0, 1)
-    assert start_passing(task) < {"new_name_holds_the_text", "old_name_is_gone", "rest_untouched"}
+    assert start_passing(task) == {"rest_untouched"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_another_tasks_work_makes_no_check_pass(seed):
+    task = make_task("copy", "train", seed, 1)
+    source, target = task.oracle[0].split()[1:]
+    moved = {target if name == source else name: text for name, text in task.files.items()}
+    assert not passing(check(task, Tree.of_start(moved, {}))) - start_passing(task)
+    task = make_task("rename", "train", seed, 1)
+    old, new = task.oracle[0].split()[1:]
+    assert not passing(check(task, Tree.of_start({**task.files, new: task.files[old]}, {}))) - start_passing(task)
+    task = make_task("delete", "train", seed, 1)
+    assert not passing(check(task, Tree(entries={}))) - start_passing(task)
 
 
 @pytest.mark.parametrize(

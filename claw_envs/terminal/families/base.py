@@ -23,7 +23,8 @@ class Exercise:
     """As `Task.files`."""
     oracle: tuple[str, ...]
     checks: Callable[[Tree], Checks]
-    """The outcome is 1.0 if all pass. At least one must fail on the start state."""
+    """The outcome is 1.0 if all pass. At least one must fail on the start state; none may newly pass by doing another
+    task's work (a move is no half copy), since a check that newly passes is good news to a judge."""
     modes: Mapping[str, int] = field(default_factory=dict[str, int])
 
 

@@ -18,8 +18,7 @@ def rename(draw: Draw, level: int) -> Exercise:
     def checks(tree: Tree) -> Checks:
         touched = [name for pair in pairs for name in pair]
         return {
-            "new_name_holds_the_text": all(tree.text(new) == files[old] for old, new in pairs),
-            "old_name_is_gone": all(old not in tree.entries for old, _ in pairs),
+            "renamed": all(tree.text(new) == files[old] and old not in tree.entries for old, new in pairs),
             "rest_untouched": tree.unchanged(files, but=touched),
         }
 
@@ -46,8 +45,8 @@ def copy(draw: Draw, level: int) -> Exercise:
 
     def checks(tree: Tree) -> Checks:
         return {
-            "copy_holds_the_text": tree.text(new[-1]) == files[source],
-            "original_and_rest_untouched": tree.unchanged(files, but=new),
+            "copied": tree.text(new[-1]) == files[source] == tree.text(source),
+            "rest_untouched": tree.unchanged(files, but=new),
         }
 
     return Exercise(instruction=instruction, files=files, oracle=oracle, checks=checks)
@@ -71,9 +70,10 @@ def delete(draw: Draw, level: int) -> Exercise:
     )
 
     def checks(tree: Tree) -> Checks:
+        kept = [path for path in files if path not in gone]
         return {
-            "gone": all(path not in tree.entries for path in gone),
-            "rest_is_there": tree.unchanged(files, but=gone),
+            "only_it_is_gone": {*kept, *gone} & set(tree.entries) == set(kept),
+            "rest_untouched": tree.unchanged(files, but=gone),
         }
 
     return Exercise(instruction=instruction, files=files, oracle=tuple(oracle), checks=checks)
@@ -93,8 +93,7 @@ def move_into(draw: Draw, level: int) -> Exercise:
     def checks(tree: Tree) -> Checks:
         targets = {name: f"{folder}/{name}" for name, folder in moves}
         return {
-            "arrived": all(tree.text(target) == files[name] for name, target in targets.items()),
-            "left": all(name not in tree.entries for name in targets),
+            "moved": all(tree.text(to) == files[name] and name not in tree.entries for name, to in targets.items()),
             "rest_untouched": tree.unchanged(files, but=[*targets, *targets.values()]),
         }
 
