@@ -35,7 +35,7 @@ class Straggler:
 
     async def generate(self, request):
         version = self.version  # a straggler keeps the weights it began with
-        await asyncio.sleep(self.rng.choice([0.0, 0.0, 0.001, 0.03]))
+        await asyncio.sleep(self.rng.choice([0.0, 0.0, 0.001, 0.03]))  # the straggling under test
         if self.rng.random() < self.failing:
             raise EngineError("gone")
         text = "x" * self.rng.randint(1, 6)
@@ -50,7 +50,7 @@ class Straggler:
         )
 
     async def load_weights(self, ref):
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.002)  # a swap takes time
         self.version = ref.version
         self.loaded.append(ref.version.step)
 
@@ -62,7 +62,7 @@ class Moody:
         self.rng, self.failing = rng, failing
 
     async def score(self, turn, history):
-        await asyncio.sleep(self.rng.choice([0.0, 0.002]))
+        await asyncio.sleep(self.rng.choice([0.0, 0.002]))  # so that turns overtake one another
         if self.rng.random() < self.failing:
             raise JudgeError("no mode")
         return ScoredTurn(turn=turn, reward=reward(self.rng.choice([None, -1.0])))
@@ -76,7 +76,7 @@ class Counting:
 
     async def step(self, batch):
         self.batches.append(batch)
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.005)  # slower than a reply, faster than a straggler
         ref = WeightRef(version=Version("main", 0, batch.step), kind=WeightKind.LORA, path="/w", checksum="0")
         return StepReport(step=batch.step, weights=ref)
 
