@@ -21,6 +21,20 @@ from tests.helpers.sandboxes import ROOT, TIMEOUT_S, Owner, any_alive, groups_of
 pytestmark = pytest.mark.sandbox
 
 
+@pytest.fixture
+def own(tmp_path):
+    """Starts owners with that many sandboxes, all with one state folder."""
+    owners: list[Owner] = []
+
+    def start(sandboxes: int) -> Owner:
+        owners.append(Owner(tmp_path, sandboxes))
+        return owners[-1]
+
+    yield start
+    for owner in owners:
+        owner.clean()
+
+
 def run_script(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -71,8 +85,8 @@ def test_closing_leaves_nothing():
     assert groups_of([sandbox.id]) == []
 
 
-def test_two_processes_at_once_do_not_meet(tmp_path):
-    first, second = Owner(tmp_path, 2), Owner(tmp_path, 2)
+def test_two_processes_at_once_do_not_meet(own):
+    first, second = own(2), own(2)
     first.kill()
     until(lambda: not any_alive(first.processes), "the first owner's processes end")
     assert any_alive([second.processes[-1]])
@@ -81,8 +95,8 @@ def test_two_processes_at_once_do_not_meet(tmp_path):
     until(lambda: not any_alive(second.processes), "the second owner's processes end")
 
 
-def test_a_killed_owner_leaves_nothing(tmp_path):
-    owner = Owner(tmp_path, 3)
+def test_a_killed_owner_leaves_nothing(own):
+    owner = own(3)
     assert len(groups_of(owner.ids)) >= 3 or os.getuid() != 0
     owner.kill()
     until(lambda: not any_alive(owner.processes), "all processes end")
@@ -121,8 +135,8 @@ def test_an_orderly_close_does_not_wait_for_other_holders_of_the_socket(tmp_path
     assert launcher._process.returncode == 0
 
 
-def test_a_killed_launcher_takes_its_sandboxes_along_and_reap_removes_the_rest(tmp_path):
-    owner = Owner(tmp_path, 2)
+def test_a_killed_launcher_takes_its_sandboxes_along_and_reap_removes_the_rest(own):
+    owner = own(2)
     os.kill(owner.launcher, signal.SIGKILL)
     until(lambda: not any_alive([pair for pair in owner.processes if pair[0] != owner.process.pid]), "sandboxes end")
     owner.kill()
@@ -134,8 +148,8 @@ def test_a_killed_launcher_takes_its_sandboxes_along_and_reap_removes_the_rest(t
     assert groups_of(owner.ids) == []
 
 
-def test_the_next_launcher_reaps_what_a_dead_one_left(tmp_path):
-    owner = Owner(tmp_path, 1)
+def test_the_next_launcher_reaps_what_a_dead_one_left(own):
+    owner = own(1)
     os.kill(owner.launcher, signal.SIGKILL)
     owner.kill()
     launcher = Launcher(owner.state)
@@ -145,8 +159,8 @@ def test_the_next_launcher_reaps_what_a_dead_one_left(tmp_path):
         launcher.close()
 
 
-def test_reap_spares_the_living(tmp_path):
-    owner = Owner(tmp_path, 1)
+def test_reap_spares_the_living(own):
+    owner = own(1)
     assert reap(owner.state).sandboxes == ()
     assert any_alive([owner.processes[-1]])
     owner.kill()

@@ -62,6 +62,8 @@ def report():
         for name in ("types.py", "errors.py"):
             shutil.copy(ROOT / "claw_envs" / name, folder / "claw_envs" / name)
         (folder / "claw_envs/__init__.py").touch()
+        (folder / "run").mkdir()
+        os.chown(folder / "run", int(UID), int(UID))
         yield json.loads(run_as_user(folder))
     finally:
         shutil.rmtree(folder)
@@ -69,7 +71,7 @@ def report():
 
 def run_as_user(folder: Path) -> str:
     user = ["setpriv", "--reuid", UID, "--regid", UID, "--clear-groups"]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "XDG_RUNTIME_DIR": ""}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "XDG_RUNTIME_DIR": str(folder / "run")}
     for python in (sys.executable, "/usr/bin/python3"):
         probe = [*user, python, "-c", PROBE]
         try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from claw_envs.sandbox.host import procs
+from claw_envs.sandbox.reaper import reap
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 30
@@ -74,8 +76,16 @@ class Owner:
         self.processes: list[tuple[int, int]] = [tuple(pair) for pair in said["processes"]]
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """SIGKILL. May be repeated."""
         self.process.kill()
         self.process.wait(TIMEOUT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+    def clean(self) -> None:
+        """Leaves nothing, also after a failed test."""
+        self.kill()
+        for pid, start in self.processes:
+            procs.send(pid, signal.SIGKILL, start)
+        until(lambda: not any_alive(self.processes), "the owner's processes end")
+        reap(self.state)
