@@ -12,41 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from claw_train.engine.attention import Attention, Layout
 from claw_train.engine.checkpoint import Adapter, Layer, Weights
 from claw_train.engine.kv import Pool
 from claw_train.engine.linear import LowRank, add_low_rank
 from claw_train.engine.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeGroup:
-    """One new token for each of some neighbouring rows of a pool."""
-
-    pool: Pool
-    first_row: int
-    start: int
-    """Of its tokens in the flat list."""
-    count: int
-    """Rows, and tokens."""
-    longest: int
-    """Tokens of the longest row, the new one included."""
-    mask: Tensor | None
-    """[count, 1, 1, longest] -inf beyond a row's length; None when all are equally long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Some tokens of one prompt."""
-
-    pool: Pool
-    row: int
-    start: int
-    """Of its tokens in the flat list."""
-    count: int
-    past: int
-    """Tokens already in the row."""
-    mask: Tensor | None
-    """[count, past + count] -inf above the diagonal; None when `past` is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +29,7 @@ class Plan:
     """[T]"""
     writes: tuple[tuple[Pool, int, int, Tensor], ...]
     """(pool, start, end, slots [end - start]): where the keys of flat tokens [start, end) go."""
-    groups: tuple[DecodeGroup, ...]
-    chunks: tuple[Chunk, ...]
+    layout: Layout
     adapters: tuple[tuple[Tensor | None, Adapter], ...]
     """Adapters and the flat tokens they act on; None is all."""
     wanted: Tensor
@@ -73,7 +42,7 @@ class Model:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self._dtype = spec, dtype
         self._rotations = _rotations(spec, device)
-        self._scale = spec.head_dim**-0.5
+        self._attention = Attention(spec)
 
     def forward(self, weights: Weights, plan: Plan) -> Tensor:
         """Normalised hidden states [W, hidden] of the wanted tokens; keys and values are written."""
@@ -115,7 +84,7 @@ class Model:
         kv = kv.view(len(kv), 2 * self.spec.kv_heads, self.spec.head_dim)
         for pool, start, end, slots in plan.writes:
             pool.layers[index].index_copy_(0, slots, kv[start:end])
-        x.add_(product("o", self._attention(q, index, plan)))
+        x.add_(product("o", self._attention(q, index, plan.layout)))
         gate, up = product("gate_up", self._norm(x, layer.mlp_norm)).chunk(2, -1)
         x.add_(product("down", F.silu(gate).mul_(up)))
 
@@ -130,38 +99,6 @@ class Model:
             x[:, spec.heads :] *= layer.k_norm
         pairs = torch.view_as_complex(x.view(*x.shape[:2], spec.head_dim // 2, 2))
         heads.copy_(torch.view_as_real(pairs * rotation).flatten(2))
-
-    def _attention(self, q: Tensor, index: int, plan: Plan) -> Tensor:
-        """[T, heads * head_dim] -> the same shape."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in plan.groups:
-            rows = slice(group.start, group.start + group.count)
-            out[rows] = self._decode(q[rows], group, index)
-        for chunk in plan.chunks:
-            rows = slice(chunk.start, chunk.start + chunk.count)
-            out[rows] = self._prefill(q[rows], chunk, index)
-        return out
-
-    def _decode(self, q: Tensor, group: DecodeGroup, index: int) -> Tensor:
-        spec, pool = self.spec, group.pool
-        rows = slice(group.first_row, group.first_row + group.count)
-        kv = pool.layers[index].view(-1, pool.capacity, 2 * spec.kv_heads, spec.head_dim)[rows, : group.longest]
-        k, v = kv.transpose(1, 2).chunk(2, 1)
-        # the query heads of one key head take the place of query positions: its keys are read once
-        q = q.view(group.count, spec.kv_heads, -1, spec.head_dim)
-        mask = group.mask if group.mask is None else group.mask.expand(-1, 1, q.shape[2], -1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
-        return out.reshape(group.count, spec.q_size)
-
-    def _prefill(self, q: Tensor, chunk: Chunk, index: int) -> Tensor:
-        spec, start = self.spec, chunk.row * chunk.pool.capacity
-        kv = chunk.pool.layers[index][start : start + chunk.past + chunk.count].transpose(0, 1)[None]
-        k, v = kv.chunk(2, 1)
-        q = q.view(chunk.count, spec.heads, spec.head_dim).transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=self._scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1).reshape(chunk.count, spec.q_size)
 
 
 _Parts = Sequence[tuple[Tensor | None, LowRank]]

@@ -5,6 +5,8 @@ root per (weights, adapter), so nothing computed under other weights can ever ma
 first when room is needed. It knows no request.
 """
 
+import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
@@ -14,6 +16,20 @@ from claw_train.engine.kv import KvStore, Row
 
 BLOCK = 16
 """Tokens of a block."""
+
+
+def boundaries(root: str, tokens: Sequence[int]) -> tuple[bytes, ...]:
+    """Names the prefixes of 1, 2, ... whole blocks of `tokens`, short of the last token.
+
+    `root` names the weights; two names are equal if and only if the weights and the tokens are.
+    """
+    name = root.encode()
+    names: list[bytes] = []
+    for start in range(0, len(tokens) - BLOCK, BLOCK):
+        block = array("q", tokens[start : start + BLOCK]).tobytes()
+        name = hashlib.blake2b(name + block, digest_size=16).digest()
+        names.append(name)
+    return tuple(names)
 
 
 class _Node:

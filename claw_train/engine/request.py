@@ -94,6 +94,8 @@ class Request:
     row: Row | None = None
     epoch: int = -1
     """Of the base weights that computed everything in `row`; -1 when more than one did."""
+    boundaries: tuple[bytes, ...] = ()
+    """Names of the prompt's prefixes of 1, 2, ... blocks; equal names mean equal keys in the row."""
     cached_tokens: int = 0
     retractions: int = 0
     input_scores: list[Drawn] = field(default_factory=list)

@@ -291,6 +291,7 @@ def _server_info(parts: Parts) -> Json:
         "prompt_tokens": counters.prompt_tokens,
         "cached_tokens": counters.cached_tokens,
         "output_tokens": counters.output_tokens,
+        "shared_reads": counters.shared_reads,
         "finished": counters.finished,
         "failed_passes": counters.failed_passes,
         "longest_gap_s": counters.longest_gap_s,

@@ -18,15 +18,16 @@ from typing import TypeVar
 
 import torch
 
-from claw_train.engine.batch import Work, build, choose
+from claw_train.engine.batch import build, choose
 from claw_train.engine.checkpoint import Adapter, Weights
 from claw_train.engine.kv import KvStore
 from claw_train.engine.model import Model
-from claw_train.engine.prefix import BLOCK, PrefixCache
+from claw_train.engine.prefix import BLOCK, PrefixCache, boundaries
 from claw_train.engine.request import Finish, FinishKind, Request
 from claw_train.engine.sampling import Drawn, draw, score
 from claw_train.engine.spec import ModelSpec
 from claw_train.engine.text import Texts
+from claw_train.engine.work import Work
 from claw_train.errors import ClawTrainError, EngineError, boundary
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    shared_reads: int = 0
+    """Rows that read a prefix together with others, summed over passes."""
     finished: int = 0
     failed_passes: int = 0
     longest_gap_s: float = 0.0
@@ -201,6 +204,8 @@ class Scheduler:
         self._prefixes.drop()
         for request in self._running:
             request.epoch = -1
+            if request.remaining > 1:
+                request.boundaries = ()  # the keys of its prompt will be of both weights
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Serves `adapter` under its name."""
@@ -288,6 +293,7 @@ class Scheduler:
             row.write(0, list(reusable))
             row.filled = covered
         request.row, request.epoch = row, self.served.epoch
+        request.boundaries = boundaries(f"{self.served.epoch}/{id(request.adapter)}", request.prompt)
         if not request.retractions:
             request.cached_tokens = covered
             self.counters.cached_tokens += covered
@@ -312,6 +318,7 @@ class Scheduler:
             assert work.request.row is not None
             work.request.row.filled += work.count
         self.counters.passes += 1
+        self.counters.shared_reads += len(plan.layout.sharing)
         for work in finished_prompts:
             self._keep(work.request)
         self._draw([w for w in works if w.draws], hidden[drawing])

@@ -118,3 +118,17 @@ def test_higher_priority_goes_first(qwen3, tmp_path):
         assert order == ["high", "first", "second", "low"]
     finally:
         server.close()
+
+
+def test_a_common_prefix_that_is_read_once_changes_nothing(server):
+    first, second, odd = prompt(130, 300), prompt(131, 200), prompt(132, 90)
+    prompts = [*[[*first, i] for i in range(6)], odd, *[[*second, i, i] for i in range(7)], first[:100]]
+    options = {"max_new_tokens": 24, "sampling_seed": 4, "ignore_eos": True}
+    server.ok("/flush_cache")
+    alone = [server.generate(p, **options) for p in prompts]
+    before = server.info()["shared_reads"]
+    together = server.generate(prompts, **options)
+    assert server.info()["shared_reads"] > before
+    for a, b in zip(alone, together, strict=True):
+        assert a["output_ids"] == b["output_ids"]
+        assert torch.allclose(logprobs(a), logprobs(b), atol=1e-5)
