@@ -86,7 +86,8 @@ class Child:
         Raises:
             ChildError: it could not be started at all.
         """
-        env = {**os.environ, **thread_env(spec.threads), **spec.env}
+        # Unbuffered, so that the log holds a dying child's last words, and in their order.
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **thread_env(spec.threads), **spec.env}
         try:
             spec.log.parent.mkdir(parents=True, exist_ok=True)
             with spec.log.open("ab") as log:

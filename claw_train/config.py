@@ -273,7 +273,7 @@ class GuardConfig:
     """Episodes lost to the engine in a row."""
 
     def __post_init__(self) -> None:
-        _check_numbers("guards", self, "mismatch_max_abs mismatch_k3", 0, above=True)
+        _check_numbers("guards", self, "mismatch_max_abs mismatch_k3 stall_s", 0, above=True)
         _check_numbers("guards", self, "invalid_share judge_failed_share cut_share", 0, 1)
         _check_numbers("guards", self, "mismatch_patience window engine_failures", 1)
 

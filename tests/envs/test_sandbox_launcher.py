@@ -66,7 +66,8 @@ def test_64_sandboxes_from_64_threads_at_once():
 def test_a_sandbox_outlives_the_thread_that_made_it():
     with ThreadPoolExecutor(1) as pool:
         sandbox = pool.submit(NamespaceSandbox).result()
-        pool.submit(sandbox.exec, "x=1; sleep 1000 &", timeout_s=TIMEOUT_S).result()
+        begin = "x=1; sleep 1000 & until pgrep sleep; do :; done"
+        pool.submit(sandbox.exec, begin, timeout_s=TIMEOUT_S).result()
     with sandbox:
         assert sandbox.exec("echo $x; pgrep -c sleep", timeout_s=TIMEOUT_S).stdout == b"1\n1\n"
 

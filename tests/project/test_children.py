@@ -153,7 +153,8 @@ def test_a_watcher_in_the_group_of_another_ends_alone(tmp_path):
         assert rank.wait(timeout=20) == 1
 
 
-def test_a_failed_start_carries_status_and_last_log_line(make_spec):
+def test_a_failed_start_carries_status_and_last_log_line(make_spec, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     spec = make_spec("broken", "import sys; print('noise'); sys.exit('port 80 is taken')")
 
     async def never() -> bool:
