@@ -1,4 +1,4 @@
-"""Names, words and the seeded drawing of them. The pools of the splits share no entry.
+"""Names, and the seeded drawing of them. The pools of the splits share no entry.
 
 In: a split and a random generator. Out: file names, folder names, lines of text. Knows no task.
 """
@@ -15,10 +15,10 @@ def _pool(words: str) -> tuple[str, ...]:
 
 _STEMS = {
     "train": _pool(
-        "notes report plan letter draft recipe journal budget summary essay poem speech memo script lecture diary "
-        "agenda review outline story address answers birds cities coffee colors dates events faces friends goals "
-        "grades ideas jokes keys lists names orders people phones players points prices puzzles rules scores songs "
-        "steps teams tools topics towns trips values visits votes wishes words"
+        "notes report letter draft recipe journal budget summary essay speech memo script lecture diary agenda "
+        "review outline story address answers birds cities coffee colors dates events faces friends goals grades "
+        "ideas jokes keys lists names orders people phones players points prices puzzles rules scores songs steps "
+        "teams topics towns trips values visits votes wishes"
     ),
     "eval": _pool(
         "paper guide menu quote profile survey ticket invoice manual article chart lesson record novel thesis "
@@ -39,10 +39,11 @@ _FOLDERS = {
     ),
     "eval": _pool(
         "videos travel health sports science kitchen family holiday office history art bank club college company "
-        "downloads finance food garage hobby law magazines money nature newspapers paintings party pets shop"
+        "downloads finance food garage hobby law magazines money nature newspapers paintings party shop"
     ),
     "heldout": _pool(
-        "attic library museum station factory farm hospital hotel stadium theater tower village warehouse"
+        "attic barn cabin camp chapel church clinic court library museum station factory farm hospital hotel "
+        "stadium theater tower village warehouse"
     ),
 }
 _WORDS = {
@@ -60,12 +61,12 @@ _WORDS = {
 }
 _SCRIPTS = {
     "train": _pool(
-        "run build start deploy setup install clean launch begin boot compile convert count download draw export "
-        "fetch finish format init load main make merge open pack print process"
+        "build start deploy setup install clean launch begin boot compile convert count download draw export fetch "
+        "finish format init load main make merge open pack print process"
     ),
     "eval": _pool(
-        "update check sync monitor migrate refresh prepare restart batch close connect create daily debug "
-        "demo encode extract filter generate import inspect job lint notify patch ping"
+        "update check sync monitor migrate refresh prepare restart batch close connect create daily debug demo "
+        "encode extract filter generate import inspect job lint notify patch ping"
     ),
     "heldout": _pool("rotate publish verify collect"),
 }
@@ -101,7 +102,7 @@ class Draw:
         return self._take(_WORDS[self.split])
 
     def line(self, words: int = 3) -> str:
-        """A line of words that are not used up by `word`."""
+        """A line of that are not used up by `word`."""
         pool = [word for word in _WORDS[self.split] if word not in self._used]
         return " ".join(self.random.choice(pool) for _ in range(words))
 

@@ -79,6 +79,14 @@ def test_names_and_contents_of_a_task_come_from_its_split():
             assert used <= allowed
 
 
+def test_worked_examples_use_names_of_no_task():
+    pools = (words._STEMS, words._FOLDERS, words._WORDS, words._SCRIPTS)
+    names = {word for pool in pools for split in SPLITS for word in pool[split]}
+    examples = [word for family in FAMILIES.values() for word in re.findall(r"[a-z]+", (family.example or ("", ""))[1])]
+    assert not names & set(examples)
+    assert all((family.example is None) == family.heldout for family in FAMILIES.values())
+
+
 def wording(task) -> str:
     """The instruction with every name and number blanked."""
     names = {word for pool in (words._STEMS, words._FOLDERS, words._WORDS, words._SCRIPTS) for word in pool[task.split]}

@@ -5,6 +5,44 @@ from claw_envs.terminal.tree import Tree
 from claw_envs.terminal.words import Draw, as_text
 
 
+def rename_folder(draw: Draw, level: int) -> Exercise:
+    """Give a folder, with what it holds, a new name (level 2: two folders)."""
+    pairs = [(draw.folder(), draw.folder()) for _ in range(level)]
+    held = {old: draw.file() for old, _ in pairs}
+    files = {f"{old}/{name}": draw.text() for old, name in held.items()} | {draw.file(): draw.text()}
+    instruction = "Rename the folder " + " and the folder ".join(f"{old} to {new}" for old, new in pairs) + "."
+
+    def checks(tree: Tree) -> Checks:
+        texts = [(tree.text(f"{new}/{held[old]}"), files[f"{old}/{held[old]}"]) for old, new in pairs]
+        names = [name for old, new in pairs for name in (old, new, f"{old}/{held[old]}", f"{new}/{held[old]}")]
+        return {
+            "new_folder_holds_the_text": all(now == then for now, then in texts),
+            "old_folder_is_gone": all(old not in tree.entries for old, _ in pairs),
+            "rest_untouched": tree.unchanged(files, but=names),
+        }
+
+    oracle = tuple(f"mv {old} {new}" for old, new in pairs)
+    return Exercise(instruction=instruction, files=files, oracle=oracle, checks=checks)
+
+
+def copy_into(draw: Draw, level: int) -> Exercise:
+    """Copy a file into a folder that exists (level 2: two files into two folders)."""
+    pairs = [(draw.file(), draw.folder()) for _ in range(level)]
+    files = {name: draw.text() for name, _ in pairs} | {f"{folder}/": "" for _, folder in pairs}
+    files[draw.file()] = draw.text()
+    instruction = "Copy " + " and ".join(f"{name} into the folder {folder}" for name, folder in pairs) + "."
+
+    def checks(tree: Tree) -> Checks:
+        targets = {f"{folder}/{name}": name for name, folder in pairs}
+        return {
+            "copy_is_in_the_folder": all(tree.text(to) == files[name] for to, name in targets.items()),
+            "rest_untouched": tree.unchanged(files, but=targets),
+        }
+
+    oracle = tuple(f"cp {name} {folder}/" for name, folder in pairs)
+    return Exercise(instruction=instruction, files=files, oracle=oracle, checks=checks)
+
+
 def first_lines(draw: Draw, level: int) -> Exercise:
     """Write the first lines of a file into another (level 2: and the last ones into a third)."""
     source, target, other = draw.file(), draw.file(), draw.file()

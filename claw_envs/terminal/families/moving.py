@@ -27,28 +27,23 @@ def rename(draw: Draw, level: int) -> Exercise:
 
 
 def copy(draw: Draw, level: int) -> Exercise:
-    """Copy a file (level 2: into a folder that does not exist yet)."""
-    source, target, folder = draw.file(), draw.file(), draw.folder()
-    files = {source: draw.text(), draw.file(): draw.text()}
-    if level == 1:
-        instruction = draw.say(
-            train=[f"Copy {source} to {target}.", f"Make a copy of {source} named {target}."],
-            other=[f"Please copy {source} to {target}.", f"Copy the file {source} to {target}."],
-        )
-        oracle, new = (f"cp {source} {target}",), [target]
-    else:
-        instruction = draw.say(
-            train=[f"Make a folder named {folder} and copy {source} into it."],
-            other=[f"Create the folder {folder}, then put a copy of {source} there."],
-        )
-        oracle, new = (f"mkdir {folder}", f"cp {source} {folder}/"), [folder, f"{folder}/{source}"]
+    """Copy a file to a new name (level 2: two files)."""
+    pairs = [(draw.file(), draw.file()) for _ in range(level)]
+    files = {source: draw.text() for source, _ in pairs} | {draw.file(): draw.text()}
+    listed = " and ".join(f"{source} to {target}" for source, target in pairs)
+    named = " and ".join(f"of {source} named {target}" for source, target in pairs)
+    instruction = draw.say(
+        train=[f"Copy {listed}.", f"Make a copy {named}."],
+        other=[f"Please copy {listed}.", f"Copy the file {listed}."],
+    )
 
     def checks(tree: Tree) -> Checks:
         return {
-            "copied": tree.text(new[-1]) == files[source] == tree.text(source),
-            "rest_untouched": tree.unchanged(files, but=new),
+            "copied": all(tree.text(target) == files[source] == tree.text(source) for source, target in pairs),
+            "rest_untouched": tree.unchanged(files, but=[target for _, target in pairs]),
         }
 
+    oracle = tuple(f"cp {source} {target}" for source, target in pairs)
     return Exercise(instruction=instruction, files=files, oracle=oracle, checks=checks)
 
 
