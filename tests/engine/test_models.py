@@ -11,6 +11,7 @@ import sys
 import threading
 import zipfile
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,85 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(ModelError, match="hub not reachable"):
             hub_download("org/fake", weights=True)
+
+
+HUB_FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"pickle",
+    "README.md": b"hello",
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The hub's routes, for one repository."""
+
+    def do_HEAD(self):
+        self._answer(body=False)
+
+    def do_GET(self):
+        self._answer(body=True)
+
+    def _answer(self, *, body):
+        name = self.path.rpartition("/")[2]
+        if "/tree/" in self.path:
+            rows = [{"type": "file", "path": n, "oid": "0" * 40, "size": len(c)} for n, c in HUB_FILES.items()]
+            self._send(json.dumps(rows).encode(), body=body)
+        elif self.path.startswith("/api/models/org/fake"):
+            content = json.dumps({"id": "org/fake", "sha": "f" * 40, "siblings": [{"rfilename": n} for n in HUB_FILES]})
+            self._send(content.encode(), body=body)
+        elif self.path.startswith("/org/fake/resolve/") and name in HUB_FILES:
+            self._send(HUB_FILES[name], body=body)
+        elif self.path == "/":
+            self._send(b"", body=body)
+        else:
+            self.send_error(404)
+
+    def _send(self, content, *, body):
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "f" * 40)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format, *args):
+        pass
+
+
+FIND = """
+import json, sys
+from claw_train.config import ModelConfig
+from claw_train.models import find_model
+found = find_model(ModelConfig(name="fake", hub_id="org/fake"))
+print(json.dumps([found.source, str(found.path)]))
+"""
+
+
+def test_the_hub_is_asked_for_safetensors_and_never_for_pickles(tmp_path):
+    """In processes of their own: the hub's library reads its address when it is imported."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
+        for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            env.pop(name, None)
+        try:
+            runs = [
+                subprocess.run([sys.executable, "-c", FIND], env=env, capture_output=True, text=True, timeout=100)
+                for _ in range(2)
+            ]
+        finally:
+            hub.shutdown()
+            thread.join()
+    assert [r.returncode for r in runs] == [0, 0], runs[0].stderr
+    (first, path), (second, _) = (json.loads(r.stdout.splitlines()[-1]) for r in runs)
+    assert (first, second) == ("hub", "hub cache")
+    assert sorted(p.name for p in Path(path).iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (Path(path) / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_offline_mode_asks_nobody(monkeypatch):
