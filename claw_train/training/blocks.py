@@ -1,8 +1,8 @@
 """Which queries of a packed row see which keys, as few dense rectangles.
 
 In: the runs of new tokens of a row, each with the places of its ancestors. Out: `Block`s, each a run of queries, the
-keys that any of them sees and the mask between them. A row of P tokens in a wide tree allows only a small part of P x P
-pairs; the rectangles skip most of the rest. Knows no model.
+keys that any of them sees and which of them sees which. A row of P tokens in a wide tree allows only a small part of
+P x P pairs; the rectangles skip most of the rest. Knows no model.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class Block:
     end: int
     keys: tuple[tuple[int, int], ...]
     """Runs [a, b) of the row, ascending."""
-    mask: Tensor
-    """[end - start, sum of runs] bool, True where the query sees the key."""
+    bias: Tensor
+    """[end - start, sum of runs] 0 where the query sees the key, else -inf."""
 
 
 def query_blocks(segments: Sequence[tuple[Sequence[int], int, int]]) -> tuple[Block, ...]:
@@ -47,7 +47,8 @@ def query_blocks(segments: Sequence[tuple[Sequence[int], int, int]]) -> tuple[Bl
         rows = allowed[start:end]
         runs = _runs(np.any(rows, axis=0))
         mask = np.concatenate([rows[:, a:b] for a, b in runs], axis=1)
-        blocks.append(Block(start=start, end=end, keys=runs, mask=torch.from_numpy(mask)))
+        bias = torch.zeros(mask.shape).masked_fill_(torch.from_numpy(~mask), float("-inf"))
+        blocks.append(Block(start=start, end=end, keys=runs, bias=bias))
     return tuple(blocks)
 
 

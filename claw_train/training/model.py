@@ -9,20 +9,19 @@ float32 in both cases: bfloat16 logits are off by up to 0.06 at a magnitude of 1
 """
 
 import copy
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from claw_train.errors import ConfigError, ModelError, boundary
+from claw_train.errors import ModelError, boundary
 from claw_train.training import attention
 from claw_train.training.head import token_logprobs
+from claw_train.training.lora import add_adapters
 from claw_train.training.packing import Row
 from claw_train.training.spec import TrainerSpec
 
@@ -39,8 +38,8 @@ class Scorer(nn.Module):
         self.compute = compute
         weight = cast(Tensor, self.head.weight)
         # a plain attribute: no part of any state dict, and not broadcast between ranks
-        wide = weight.dtype.itemsize >= 4
-        self._wide_head = (weight,) if wide else (weight.detach().float(),)
+        self._narrow = weight.dtype == torch.bfloat16
+        self._wide_head = (weight.detach().float() if self._narrow else weight,)
 
     def forward(self, row: Row) -> tuple[Tensor, Tensor]:
         """Log-probabilities [n] with gradient and entropies in nats [n], float32."""
@@ -59,7 +58,7 @@ class Scorer(nn.Module):
             row.temperatures,
             row.item_source,
             row.item_target,
-            fast_gradient=reduced,
+            narrow=self._narrow,
         )
         return logprobs, entropies[row.item_source]
 
@@ -98,10 +97,14 @@ def load_policy(spec: TrainerSpec, device: torch.device) -> Policy:
         for parameter in causal.parameters():
             parameter.requires_grad_(False)
         reference = Scorer(share_weights(causal), compute) if held else None
-        return Policy(causal, *_with_adapters(causal, spec, compute), reference)
-    reference = Scorer(_frozen_copy(causal, compute), compute) if held else None
+        scorer = Scorer(causal, compute)
+        peft = add_adapters(
+            causal, rank=config.lora_rank, alpha=config.lora_alpha, targets=spec.lora_targets, seed=spec.seed
+        )
+        return Policy(causal, peft, scorer, reference)
     if config.freeze_embeddings:
         causal.get_input_embeddings().requires_grad_(False)
+    reference = Scorer(frozen_copy(causal, compute), compute) if held else None
     return Policy(causal, None, Scorer(causal, compute), reference)
 
 
@@ -128,33 +131,14 @@ def share_weights(causal: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(causal, {id(t): t for t in shared})
 
 
-def _frozen_copy(causal: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    twin = copy.deepcopy(causal).requires_grad_(False)
-    # the declared type of `to` is wrong for this class
-    return cast(PreTrainedModel, nn.Module.to(twin, dtype=dtype))
+def frozen_copy(causal: PreTrainedModel, compute: torch.dtype) -> PreTrainedModel:
+    """A copy that stays as it is; what does not train in `causal` is shared.
 
-
-def _with_adapters(causal: PreTrainedModel, spec: TrainerSpec, compute: torch.dtype) -> tuple[PeftModel, Scorer]:
-    torch.manual_seed(spec.seed)
-    config = LoraConfig(
-        r=spec.trainer.lora_rank,
-        lora_alpha=spec.trainer.lora_alpha,
-        target_modules=list(spec.lora_targets) or "all-linear",
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    scorer = Scorer(causal, compute)
-    try:
-        with warnings.catch_warnings():
-            # peft asks transformers about gradient checkpointing under an old name
-            warnings.simplefilter("ignore", FutureWarning)
-            peft = cast(PeftModel, get_peft_model(causal, config))
-    except ValueError as error:
-        raise ConfigError(f"model.lora_targets={list(spec.lora_targets)}: {str(error).splitlines()[0]}") from None
-    for layer in peft.modules():
-        if isinstance(layer, BaseTunerLayer):
-            # autocast brings adapters to the input's type; the other way round doubles the memory traffic
-            layer.cast_input_dtype_enabled = compute != torch.bfloat16  # pyright: ignore[reportArgumentType]
-    peft.eval()
-    return peft, scorer
+    Its linear layers are kept in the type to which autocast would bring them for each pass, which changes no result.
+    """
+    fixed: list[Tensor] = [*causal.buffers(), *(p for p in causal.parameters() if not p.requires_grad)]
+    twin = copy.deepcopy(causal, {id(t): t for t in fixed}).requires_grad_(False)
+    for layer in twin.modules():
+        if isinstance(layer, nn.Linear) and layer is not twin.get_output_embeddings():
+            layer.to(compute)
+    return cast(PreTrainedModel, twin)

@@ -102,7 +102,3 @@ class Ranks:
         mine = torch.tensor([[values[n] for n in names]], dtype=torch.float64, device=self.device)
         everyone = cast(Tensor, self._accelerator.gather(mine))
         return dict(zip(names, join(everyone).tolist(), strict=True))
-
-    def close(self) -> None:
-        """Leaves the other ranks."""
-        self._accelerator.end_training()

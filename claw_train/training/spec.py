@@ -50,7 +50,6 @@ class Op(StrEnum):
     """Build the model; then as LOAD."""
     LOAD = "load"
     STEP = "step"
-    CLOSE = "close"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ _ERRORS: dict[Failure, type[ClawTrainError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """From a rank, one for each request but CLOSE. A rank other than 0 answers a step with an empty one."""
+    """From a rank, one for each request. A rank other than 0 answers a step with an empty one."""
 
     started: Started | None = None
     report: StepReport | None = None

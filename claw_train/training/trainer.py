@@ -113,7 +113,8 @@ class Trainer:
         """One batch: optimizer updates, checkpoint where due, weights. Only rank 0 writes, and reports.
 
         Raises:
-            GuardError: loss, gradient or mismatch beyond the limits; weights and files are as before.
+            GuardError: loss, gradient or mismatch beyond the limits. No file is written; weights are as before, unless
+                an earlier minibatch of the step has changed them: then the trainer must be started again.
             TrainerError: the batch is not the next one or cannot be trained on, or the disk failed; after the
                 latter the trainer must be started again from its checkpoint.
         """

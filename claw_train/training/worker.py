@@ -84,8 +84,6 @@ def _serve(connection: "Connection[bytes, bytes]", rank: _Rank) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             request = codec.load(Request, connection.recv_bytes())
-            if request.op is Op.CLOSE:
-                return
             connection.send_bytes(codec.dump(rank.answer(request)))
 
 

@@ -13,7 +13,7 @@ def dense_mask(row: Row) -> torch.Tensor:
     mask = torch.zeros(size, size, dtype=torch.bool)
     for block in row.blocks:
         columns = torch.cat([torch.arange(a, b) for a, b in block.keys])
-        mask[block.start : block.end, columns] = block.mask
+        mask[block.start : block.end, columns] = block.bias == 0
     return mask
 
 

@@ -259,9 +259,10 @@ def test_a_batch_without_trained_tokens_is_refused(qwen3, sample, batch_of, spec
         trainer.step(batch_of([sample([1, 2, 3], [])]))
 
 
-def test_bfloat16_stays_near_float32(qwen3, samples, batch_of, spec_of, tmp_path):
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_bfloat16_stays_near_float32(kind: str, qwen3, samples, batch_of, spec_of, tmp_path):
     reports = {
-        dtype: started(spec_of(qwen3, dtype=dtype, run_dir=tmp_path / dtype)).step(batch_of(samples))
+        dtype: started(spec_of(qwen3, kind=kind, dtype=dtype, run_dir=tmp_path / dtype)).step(batch_of(samples))
         for dtype in ("float32", "bfloat16")
     }
     low, high = reports["bfloat16"].metrics, reports["float32"].metrics
