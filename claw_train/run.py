@@ -16,7 +16,7 @@ from typing import Any
 
 from claw_train.children import cores
 from claw_train.config import TrainConfig, to_config
-from claw_train.errors import ClawTrainError, ConfigError, StoppedError, first_error
+from claw_train.errors import ClawTrainError, ConfigError, DiskError, StoppedError, first_error
 from claw_train.hosting.evaluate import Evaluation
 from claw_train.hosting.pool import HostPool
 from claw_train.ledger import Ledger, Recovery
@@ -208,23 +208,50 @@ def launch(raw: Mapping[str, Any], overrides: Sequence[str]) -> int:
 
     Raises:
         ClawTrainError: named in `errors`; those at start left nothing running and nothing half-written.
+        KeyboardInterrupt: the run was interrupted or terminated; its folder is whole.
     """
     resume = raw.get("resume")
     if resume is not None:
         folder, config = RunFolder.reopen(Path(str(resume)), _resume_overrides(overrides))
+        preflight = Preflight.check(config)
     else:
         config = to_config(raw)
-        folder = None
-    preflight = Preflight.check(config)
-    folder = folder or RunFolder.create(config)
+        preflight = Preflight.check(config)
+        folder = RunFolder.create(config)
     setup_logging(file=folder.logs / "claw-train.log")
-    ledger = Ledger.open(folder.path, create=resume is None)
-    progress = open_progress()
     try:
-        asyncio.run(_main(config, folder, ledger, preflight, progress))
+        ledger = Ledger.open(folder.path, create=resume is None)
+    except DiskError:
+        if resume is None:
+            folder.abandon()
+        raise
+    progress = open_progress()
+    run = Run(config, folder, ledger, preflight, progress)
+    try:
+        asyncio.run(_supervised(run))
+    except asyncio.CancelledError:  # SIGTERM
+        raise KeyboardInterrupt from None
+    except (ClawTrainError, BaseExceptionGroup) as error:
+        cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
+        if not isinstance(cause, ClawTrainError):
+            raise
+        logger.error("stopped: %s: %s", type(cause).__name__, cause)
+        if not run.begun:
+            raise cause from error
+        raise StoppedError(f"{type(cause).__name__}: {cause}; go on with resume={folder.path}") from error
     finally:
         progress.close()
+        if not run.begun and resume is None:
+            folder.abandon()
     return 0
+
+
+async def _supervised(run: Run) -> None:
+    """The run, ended by SIGTERM as by an interrupt."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await run.execute()
 
 
 def _resume_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -240,21 +267,3 @@ def _resume_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             )
     container = OmegaConf.to_container(OmegaConf.from_dotlist(kept))
     return {str(k): v for k, v in container.items()} if isinstance(container, dict) else {}
-
-
-async def _main(
-    config: TrainConfig, folder: RunFolder, ledger: Ledger, preflight: Preflight, progress: Progress
-) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    with contextlib.suppress(NotImplementedError):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    run = Run(config, folder, ledger, preflight, progress)
-    try:
-        await run.execute()
-    except (ClawTrainError, BaseExceptionGroup) as error:
-        cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
-        if run.begun and isinstance(cause, ClawTrainError):
-            logger.error("stopped: %s: %s", type(cause).__name__, cause)
-            raise StoppedError(f"{type(cause).__name__}: {cause}; go on with resume={folder.path}") from error
-        raise cause from error

@@ -12,6 +12,7 @@ RUN/
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -97,6 +98,15 @@ class RunFolder:
         if not isinstance(raw, dict):
             raise ConfigError(f"{folder.config} is not a configuration")
         return folder, to_config({str(k): v for k, v in raw.items()})
+
+    def abandon(self) -> None:
+        """Takes back a run that never began, so that the same command can be given again; the logs stay."""
+        for name in ("config.yaml", "manifest.json", "metrics.jsonl", "lock"):
+            (self.path / name).unlink(missing_ok=True)
+        for file in self.path.glob("ledger.sqlite*"):
+            file.unlink()
+        for name in ("checkpoints", "weights", "tensorboard", "records"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def write_manifest(self, extra: Mapping[str, Any]) -> None:
         """Records what this run depends on."""

@@ -198,6 +198,7 @@ def test_a_taken_port_names_it(place):
     assert done.returncode == 2, done.stderr
     assert str(port) in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+    assert [p.name for p in (place.path / "port").iterdir()] == ["logs"], "nothing half-written but what explains it"
     assert alive_with(str(place.path / "port")) == []
 
 
@@ -252,3 +253,50 @@ def test_shuffled_reward_is_a_different_run_with_the_same_sums(place, uninterrup
     assert done.returncode == 0, done.stderr
     assert loss_trace(place.path / "shuffled") != loss_trace(uninterrupted)
     audit(place.path / "shuffled")
+
+
+def test_an_interrupt_leaves_a_run_that_goes_on_to_the_same_end(place, uninterrupted):
+    run = place.path / "interrupted"
+    process = start(place.command(run="interrupted"))
+    try:
+        assert wait_for(lambda: (run / "metrics.jsonl").exists() and loss_trace(run), timeout_s=120)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+    assert wait_for(lambda: not alive_with(str(run)))
+    resumed = call(place.resume_command(run="interrupted"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert_equal_to(run, uninterrupted)
+
+
+def test_an_engine_that_is_killed_comes_back_with_its_weights(place, uninterrupted):
+    run = place.path / "engine-killed"
+    process = start(place.command(run="engine-killed"))
+    try:
+        assert wait_for(lambda: (run / "metrics.jsonl").exists() and loss_trace(run), timeout_s=120)
+        for target in pids_of("claw_train.engine", run):
+            target.kill()
+        assert process.wait(timeout=120) == 0
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+    assert_equal_to(run, uninterrupted)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_one_line_and_leaves_nothing_running(place):
+    import subprocess
+
+    disk = place.path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)], check=True, timeout=10)
+    try:
+        full = call(place.command(f"run_dir={disk}/run", "trainer.steps=4"))
+        assert full.returncode in (1, 2), full.stderr
+        assert len(full.stderr.strip().splitlines()) == 1
+        assert "space" in full.stderr.lower() or "disk" in full.stderr.lower()
+        assert wait_for(lambda: not alive_with(str(disk)))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True, timeout=10)
