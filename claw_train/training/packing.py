@@ -31,7 +31,7 @@ class Tokens:
     behaviour: Tensor
     """Log-probabilities as sampled."""
     fresh: Tensor
-    """True where the sampling version is the trainer's own."""
+    """True where the sampling weights are the trainer's own."""
     lag: Tensor
     """Optimizer steps between the sampling version and the trainer's."""
 
@@ -110,7 +110,7 @@ def flatten(samples: Sequence[Sample], current: Version) -> Tokens:
                 assert version is not None
                 advantages.append(sample.advantages[i])
                 behaviour.append(sample.behaviour_logprobs[i])
-                fresh.append(version == current)
+                fresh.append(version == current or _both_base(version, current))
                 lag.append(max(0, current.step - version.step))
     return Tokens(
         advantages=torch.tensor(advantages, dtype=torch.float32),
@@ -118,6 +118,11 @@ def flatten(samples: Sequence[Sample], current: Version) -> Tokens:
         fresh=torch.tensor(fresh, dtype=torch.bool),
         lag=torch.tensor(lag, dtype=torch.float32),
     )
+
+
+def _both_base(one: Version, other: Version) -> bool:
+    """Step 0 is the untouched base, whichever lineage begins there."""
+    return one.policy == other.policy and one.step == other.step == 0
 
 
 def strands(samples: Sequence[Sample], *, zero_advantage: bool) -> list[Strand | None]:

@@ -107,3 +107,8 @@ def test_fresh_means_sampled_by_these_very_weights(sample):
     assert lags(Version("main", 1, 5)) == ([True], [0.0])
     assert lags(Version("main", 0, 5)) == ([False], [0.0])
     assert lags(Version("main", 1, 3)) == ([False], [2.0])
+
+
+def test_the_base_is_the_base_in_every_lineage(sample):
+    tokens = flatten([sample([1, 2], [(1, 2)], version=Version("main", 0, 0))], Version("main", 3, 0))
+    assert tokens.fresh.tolist() == [True]
