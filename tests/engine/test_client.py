@@ -175,16 +175,47 @@ def test_a_version_that_was_never_loaded_is_refused(engine):
         run(engine.url, lambda c: c.generate(ask(version=Version("main", 0, 7))))
 
 
-def test_cancelling_a_call_ends_it_on_the_server(engine):
+def orders(client) -> list[tuple[str, object]]:
+    """Every path and request id that the client sends from now on."""
+    sent: list[tuple[str, object]] = []
+    call = client._transport.call
+
+    async def recorded(method, path, body=None, **limits):
+        sent.append((path, (body or {}).get("rid")))
+        return await call(method, path, body, **limits)
+
+    client._transport.call = recorded
+    return sent
+
+
+def test_cancelling_a_call_aborts_it_on_the_server(scripted):
+    server = scripted("--token-delay-s", "0.5")
+
     async def work(client):
-        call = asyncio.create_task(client.generate(ask("gone", max_new_tokens=2000, prompt_ids=(1, 2, 3))))
-        await asyncio.sleep(0)
+        sent = orders(client)
+        call = asyncio.create_task(client.generate(ask("gone")))
+        while not await asyncio.to_thread(lambda: server.info()["num_running"]):
+            pass
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
+        await until(lambda: len(sent) == 2)
+        return sent
 
-    run(engine.url, work)
-    engine.wait(lambda info: info["num_running"] == 0, "the request ended")
+    # a server behind a proxy does not see that the connection has closed: it must be told
+    assert run(server.url, work) == [("/generate", "gone;"), ("/abort_request", "gone;")]
+    server.wait(lambda info: info["num_running"] == 0, "the request ended")
+
+
+def test_a_call_that_took_too_long_is_aborted_before_it_is_repeated(scripted):
+    server = scripted("--fault", "slow:1:1", "--slow-s", "60")
+
+    async def work(client):
+        sent = orders(client)
+        await client.generate(ask("late"))
+        return [path for path, _ in sent]
+
+    assert run(server.url, work, timeout_s=1.0) == ["/generate", "/abort_request", "/generate"]
 
 
 def test_cancelling_a_call_leaves_others_with_a_longer_id_alone(scripted):
