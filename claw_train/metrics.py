@@ -29,6 +29,10 @@ class MetricsLog:
         """All rows so far, oldest first."""
         return self._history
 
+    def knows(self, step: int) -> bool:
+        """Whether the step's loss is in the log."""
+        return any(row["step"] == step and "loss" in row for row in self._history)
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one row; values that are no finite numbers are left out."""
         row = {"step": step, "time": round(time.time(), 3)}

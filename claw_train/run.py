@@ -81,6 +81,8 @@ class Run:
             self._folder.write_manifest({**self._preflight.facts(), "first_step": self._first})
             self._metrics = MetricsLog(self._folder.metrics, self._folder.tensorboard, from_step=self._first - 1)
             stack.callback(self._metrics.close)
+            if checkpoint and not self._metrics.knows(checkpoint.step):  # its step died before it could report
+                self._metrics.write(checkpoint.step, checkpoint.metrics)
             self._loops = Orchestrator(
                 config,
                 ledger=self._ledger,

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ class Checkpoint:
     step: int
     version: Version
     path: Path
+    metrics: Mapping[str, float]
+    """Of the step that wrote it."""
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -72,7 +74,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ConfigError: it is no whole checkpoint; names the file.
     """
     state = read_state(path)
-    return Checkpoint(step=int(state["step"]), version=Version.parse(state["version"]), path=path)
+    return Checkpoint(
+        step=int(state["step"]), version=Version.parse(state["version"]), path=path, metrics=state["metrics"]
+    )
 
 
 def read_state(path: Path) -> dict[str, Any]:

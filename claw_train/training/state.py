@@ -8,7 +8,7 @@ pickled. Knows neither batches nor when a checkpoint is due.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Progress:
     version: Version
     over_limit: int = 0
     """Batches in a row whose mismatch was above the limit."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of the step that led here: a process that dies before it reports leaves them in the checkpoint."""
 
 
 def identity(spec: TrainerSpec) -> Identity:
@@ -103,6 +105,7 @@ def save(
             "step": progress.version.step,
             "version": str(progress.version),
             "over_limit": progress.over_limit,
+            "metrics": dict(progress.metrics),
             "identity": asdict(who),
             "files": {name: (folder / name).stat().st_size for name in (_TRAINABLE, _OPTIMIZER, _RNG)},
         }
@@ -135,7 +138,9 @@ def load(
         # AdamW keeps its step counter on the CPU
         optimizer.state[parameter][kind] = value if kind == "step" else value.to(parameter.device)
     _set_random_states(rng)
-    return Progress(version=Version.parse(state["version"]), over_limit=int(state["over_limit"]))
+    return Progress(
+        version=Version.parse(state["version"]), over_limit=int(state["over_limit"]), metrics=state["metrics"]
+    )
 
 
 def _check_identity(file: Path, stored: Mapping[str, Any], who: Identity) -> None:

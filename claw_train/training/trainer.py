@@ -112,6 +112,8 @@ class Trainer:
     def step(self, batch: Batch) -> StepReport | None:
         """One batch: optimizer updates, checkpoint where due, weights. Only rank 0 writes, and reports.
 
+        A batch without trained tokens (every group of it was constant) changes no weight; the step counts all the same.
+
         Raises:
             GuardError: loss, gradient or mismatch beyond the limits. No file is written; weights are as before, unless
                 an earlier minibatch of the step has changed them: then the trainer must be started again.
@@ -121,10 +123,10 @@ class Trainer:
         tokens = self._check(batch)
         begin = time.perf_counter()
         crash_point("trainer.step.before")
-        sums, norm = self._train(batch, tokens)
+        metrics = self._metrics(batch, tokens, *self._train(batch, tokens)) if len(tokens) else {}
         crash_point("trainer.step.after")
         version = self._progress.version._replace(step=batch.step)
-        self._progress = dataclasses.replace(self._progress, version=version)
+        self._progress = dataclasses.replace(self._progress, version=version, metrics=metrics)
         trained = time.perf_counter()
         checkpoint = self._checkpoint()
         saved = time.perf_counter()
@@ -132,11 +134,13 @@ class Trainer:
         self._dirty = False
         if weights is None:
             return None
-        metrics = self._metrics(batch, tokens, sums, norm)
-        metrics["step_s"] = trained - begin
-        metrics["checkpoint_s"] = saved - trained
-        metrics["publish_s"] = time.perf_counter() - saved
-        metrics["packed_tokens_per_s"] = sums.total["packed"] / max(trained - begin, 1e-9)
+        seconds = {
+            "step_s": trained - begin,
+            "checkpoint_s": saved - trained,
+            "publish_s": time.perf_counter() - saved,
+            "packed_tokens_per_s": metrics.get("packed_tokens", 0.0) / max(trained - begin, 1e-9),
+        }
+        metrics = {**metrics, **seconds}
         return StepReport(step=batch.step, weights=weights, metrics=metrics, checkpoint=checkpoint)
 
     def _check(self, batch: Batch) -> Tokens:
@@ -145,8 +149,6 @@ class Trainer:
         current = self._progress.version
         if batch.step != current.step + 1:
             raise TrainerError(f"batch for step {batch.step} given to a trainer at step {current.step}")
-        if batch.num_loss_tokens == 0:
-            raise TrainerError(f"the batch of step {batch.step} has no trained tokens")
         try:
             return flatten(batch.samples, current).to(self._ranks.device)
         except ValueError as error:

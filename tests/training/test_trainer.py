@@ -253,10 +253,14 @@ def test_greedy_samples_are_refused(qwen3, sample, batch_of, spec_of):
         trainer.step(batch_of([sample([1, 2, 3], [(2, 3)], temperature=0.0)]))
 
 
-def test_a_batch_without_trained_tokens_is_refused(qwen3, sample, batch_of, spec_of):
+def test_a_batch_without_trained_tokens_counts_as_a_step_and_changes_no_weight(qwen3, samples, batch_of, spec_of):
     trainer = started(spec_of(qwen3))
-    with pytest.raises(TrainerError, match="no trained tokens"):
-        trainer.step(batch_of([sample([1, 2, 3], [])]))
+    before = {n: p.clone() for n, p in trainer._policy.trainable().items()}
+    report = trainer.step(batch_of([]))
+    assert report.weights.version.step == report.step == 1
+    assert report.checkpoint is not None
+    assert all(torch.equal(p, before[n]) for n, p in trainer._policy.trainable().items())
+    assert trainer.step(batch_of(samples, 2)).metrics["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
