@@ -12,8 +12,7 @@ CONF = Path(__file__).parents[2] / "conf" / "env" / "terminal.yaml"
 
 
 def stream():
-    (only,) = yaml.safe_load(CONF.read_text())["streams"]
-    return only
+    return yaml.safe_load(CONF.read_text())
 
 
 def test_every_trained_family_has_its_example_in_the_prompt():
