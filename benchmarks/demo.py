@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs/demo"), help="folder of the runs")
     parser.add_argument("overrides", nargs="*", help="further configuration of every run")
     args = parser.parse_intermixed_args(argv)
-    arms = [(seed, "true") for seed in args.seeds] + [(seed, "shuffled") for seed in args.control_seeds]
+    arms = [(seed, "verified") for seed in args.seeds] + [(seed, "shuffled") for seed in args.control_seeds]
     for seed, reward in arms:
         folder = args.runs / f"{reward}-{seed}"
         if not (folder / "summary.json").is_file():
@@ -58,16 +58,16 @@ def train(folder: Path, seed: int, reward: str, overrides: Sequence[str]) -> Non
 
 def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the runs show together, against the bars set before they were made."""
-    true = [row["heldout_tasks"] for row in rows if row["reward"] == "true"]
+    verified = [row["heldout_tasks"] for row in rows if row["reward"] == "verified"]
     control = [row["heldout_tasks"] for row in rows if row["reward"] == "shuffled"]
-    gains = [row["difference"] for row in true]
-    parsable = [row["among_parsable"]["after"] - row["among_parsable"]["before"] for row in true]
+    gains = [row["difference"] for row in verified]
+    parsable = [row["among_parsable"]["after"] - row["among_parsable"]["before"] for row in verified]
     return {
         "gain_of_each_seed": gains,
         "gain_at_least_0.20_in_each": all(gain >= 0.20 for gain in gains),
         "gain_among_parsable_of_each_seed": [round(gain, 4) for gain in parsable],
         "gain_among_parsable_at_least_0.10_in_each": all(gain >= 0.10 for gain in parsable),
-        "interval_excludes_0_in_each": all(row["interval_95"][0] > 0 for row in true),
+        "interval_excludes_0_in_each": all(row["interval_95"][0] > 0 for row in verified),
         "control_gain": [row["difference"] for row in control],
         "control_intervals": [row["interval_95"] for row in control],
     }

@@ -310,15 +310,15 @@ class TrainConfig:
     guards: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     seed: int = 0
-    reward: str = "true"
-    """`true`, or `shuffled`: step values are permuted over the batch's trajectories (negative control)."""
+    reward: str = "verified"
+    """`verified`, or `shuffled`: step values are permuted over the batch's trajectories (negative control)."""
     run_dir: str | None = None
     """Where the run is written; None makes runs/<time>-<name>."""
     resume: str | None = None
     """Run folder to go on with; its configuration is used."""
 
     def __post_init__(self) -> None:
-        _check(self.reward in ("true", "shuffled"), "reward", self.reward, "true or shuffled")
+        _check(self.reward in ("verified", "shuffled"), "reward", self.reward, "verified or shuffled")
         if not self.streams:
             raise ConfigError("streams is empty: give at least one, for example env=terminal")
         names = [s.name for s in self.streams]
@@ -370,7 +370,7 @@ def to_config(raw: Mapping[str, Any]) -> TrainConfig:
 class _Plain:
     judge: dict[str, Any] = field(default_factory=dict[str, Any])
     seed: int = 0
-    reward: str = "true"
+    reward: str = "verified"
     run_dir: str | None = None
     resume: str | None = None
 

@@ -82,7 +82,7 @@ def test_an_environment_is_a_stream_of_its_own():
         ({"streams": [STREAM, STREAM]}, "^streams have equal names"),
         ({"streams": [{"name": "t"}]}, r"^streams\[0\]\.id: "),
         ({"streams": [{**STREAM, "share": 0}]}, r"^streams\.terminal\.share=0\.0 is out of range"),
-        ({"reward": "random"}, "^reward='random' is out of range: true or shuffled"),
+        ({"reward": "random"}, "^reward='random' is out of range: verified or shuffled"),
         ({"trainer": {"kind": "dora"}}, r"^trainer\.kind='dora' .*lora or full"),
         ({"trainer": {"dtype": "float16"}}, r"^trainer\.dtype='float16'"),
         ({"method": {"cut_reply": "keep"}}, r"^method\.cut_reply='keep'"),
