@@ -102,27 +102,33 @@ class KvStore:
         capacity = self.capacity_for(tokens)
         pool = self._pools.setdefault(capacity, Pool(capacity, self._template, self._num_layers))
         if not pool.spare and not self._grow(pool, evict):
-            return None
+            larger = [p for p in self._pools.values() if p.capacity > capacity and p.spare]
+            if larger:
+                pool = min(larger, key=lambda p: p.capacity)
+            elif not self._drop_spares() or not self._grow(pool, evict):
+                return None
         row = Row(pool, len(pool.rows))
         pool.rows.append(row)
         pool.spare -= 1
         return row
 
     def _grow(self, pool: Pool, evict: Callable[[int], None]) -> bool:
-        if self.free < pool.capacity:
-            self._drop_spares()
-        if self.free < pool.capacity:
-            evict(pool.capacity - self.free)
-        if self.free < pool.capacity:
-            return False
+        """Adds half as many rows again, as growing copies the pool; fewer where the budget ends."""
         rows = len(pool.rows)
-        pool.resize(rows + min(1 + rows // 2, self.free // pool.capacity))
-        return True
+        wanted = 1 + rows // 2
+        if self.free < wanted * pool.capacity:
+            evict(wanted * pool.capacity - self.free)
+        added = min(wanted, self.free // pool.capacity)
+        if added > 0:
+            pool.resize(rows + added)
+        return added > 0
 
-    def _drop_spares(self) -> None:
-        for pool in self._pools.values():
-            if pool.spare:
-                pool.resize(len(pool.rows))
+    def _drop_spares(self) -> bool:
+        """Gives all spare rows back to the budget; whether there were any."""
+        spares = [p for p in self._pools.values() if p.spare]
+        for pool in spares:
+            pool.resize(len(pool.rows))
+        return bool(spares)
 
     def release(self, row: Row, *, poisoned: bool = False) -> None:
         """Gives a row back; the last row of its pool moves into its place. `poisoned` wipes non-finite numbers."""

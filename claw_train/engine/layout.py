@@ -14,7 +14,7 @@ from claw_train.engine.prefix import BLOCK
 from claw_train.engine.request import Request
 from claw_train.engine.work import Work
 
-_WORTH = 1024
+_WORTH = 1536
 """Token reads that a shared prefix must save in a pass; below, the extra calls cost more than they save."""
 
 

@@ -32,14 +32,6 @@ def server(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     running.close()
 
 
-@pytest.fixture
-def own_server(qwen3: Path, tmp_path: Path) -> Iterator[Server]:
-    """A server of the test's own."""
-    running = Server(tmp_path, qwen3, "--max-total-tokens", "8000", "--weight-version", "v1")
-    yield running
-    running.close()
-
-
 @pytest.fixture(scope="session")
 def reference(qwen3: Path) -> Reference:
     return Reference(qwen3)

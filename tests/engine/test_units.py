@@ -301,7 +301,7 @@ def _asking(prompt: list[int], root: str = "0") -> Request:
 def test_groups_share_their_task_and_the_rest_the_system_prompt():
     system = list(range(320))
     groups = [[_asking([*system, *[100 + g] * 320, i]) for i in range(4)] for g in range(3)]
-    singles = [_asking([*system, *[50 + i] * 20]) for i in range(5)]
+    singles = [_asking([*system, *[50 + i] * 20]) for i in range(7)]
     stranger = _asking(list(range(2000, 2800)))
     other_weights = _asking([*system, *[100] * 320, 9], root="1")
     chosen = choose_shared([*[r for g in groups for r in g], *singles, stranger, other_weights])

@@ -1,11 +1,28 @@
 """Whole weights from disk while requests run, and pauses."""
 
 import shutil
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engine.support import Reference, prompt
+from tests.engine.support import Reference, Server, prompt
+
+
+@pytest.fixture(scope="module")
+def changing(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose weights change."""
+    running = Server(tmp_path_factory.mktemp("changing"), qwen3, "--max-total-tokens", "8000")
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def own_server(changing: Server, qwen3: Path) -> Server:
+    """The same, serving the first weights as v1."""
+    update(changing, qwen3, "v1")
+    return changing
 
 
 def update(server, folder, version: str, **options):
