@@ -58,8 +58,8 @@ class TerminalEnv(gymnasium.Env[dict[str, Any], str]):
     ## Observation Space
     `Dict` with `instruction` (the task) and the fields of `TerminalState`: `text` (what a model is shown), `role`,
     `stdout`, `stderr`, `exit_code` (-1: none), `timed_out`, `oom`, `bytes_total`, `cwd`, `command`, `is_error`,
-    `newly_passed` (one check a line; known only where an episode is graded after its first reply), `valid`,
-    `failure_kind` (empty: none).
+    `newly_passed` (one check a line; known only where an episode is graded after its first reply; none where a check
+    that passed before fails now), `valid`, `failure_kind` (empty: none).
 
     ## Rewards
     0.0 until the end, then the verdict: 1.0 if every check of the task passes, else 0.0. When the world failed it is
@@ -228,8 +228,7 @@ class TerminalEnv(gymnasium.Env[dict[str, Any], str]):
             verdict = tasks.grade(episode.task, sandbox)
             value = verdict.value
             if episode.turns == 1:  # what came before the action is known: the start state
-                new = tasks.passing(verdict.checks) - tasks.start_passing(episode.task)
-                state = replace(state, newly_passed=tuple(sorted(new)))
+                state = replace(state, newly_passed=tasks.newly_passed(episode.task, verdict.checks))
         episode.state = state
         episode.transcript += [f"$ {reply}", state.text]
         return value, ends

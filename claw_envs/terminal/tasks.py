@@ -95,7 +95,7 @@ def check(task: Task, tree: Tree) -> dict[str, bool]:
 
 def start_passing(task: Task) -> frozenset[str]:
     """Names of the checks that the start state already passes (such as "the rest is untouched")."""
-    return passing(check(task, Tree.of_start(task.files, task.modes)))
+    return _passing(check(task, Tree.of_start(task.files, task.modes)))
 
 
 def grade(task: Task, sandbox: Sandbox) -> Verdict:
@@ -110,7 +110,16 @@ def grade(task: Task, sandbox: Sandbox) -> Verdict:
     return Verdict(value=float(tree.complete and all(checks.values())), checks=checks)
 
 
-def passing(checks: Mapping[str, bool]) -> frozenset[str]:
+def newly_passed(task: Task, checks: Mapping[str, bool]) -> tuple[str, ...]:
+    """Names of the checks that pass now and did not at the start; none when one that passed then fails now.
+
+    What does the task and some damage beside is not praised: trained on, it would stay.
+    """
+    before, now = start_passing(task), _passing(checks)
+    return tuple(sorted(now - before)) if before <= now else ()
+
+
+def _passing(checks: Mapping[str, bool]) -> frozenset[str]:
     """Names of the checks that pass."""
     return frozenset(name for name, passed in checks.items() if passed)
 

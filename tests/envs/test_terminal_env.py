@@ -73,6 +73,8 @@ def test_one_turn_episodes_say_which_checks_newly_pass(make):
     new = env.step(TASK.oracle[0])[4]["next_state"].newly_passed
     assert new == ("renamed",)
     env.reset(options=OPTIONS)
+    assert env.step(f"{TASK.oracle[0]}; touch stray")[4]["next_state"].newly_passed == ()
+    env.reset(options=OPTIONS)
     assert env.step("rm *")[4]["next_state"].newly_passed == ()
 
 

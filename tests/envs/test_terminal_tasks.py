@@ -6,7 +6,7 @@ import pytest
 from claw_envs.errors import TaskError
 from claw_envs.terminal import words
 from claw_envs.terminal.families import FAMILIES
-from claw_envs.terminal.tasks import check, families_of, list_tasks, load_task, make_task, passing, start_passing
+from claw_envs.terminal.tasks import check, families_of, list_tasks, load_task, make_task, newly_passed, start_passing
 from claw_envs.terminal.tree import Tree
 from claw_envs.terminal.words import SPLITS
 
@@ -117,12 +117,12 @@ def test_another_tasks_work_makes_no_check_pass(seed):
     task = make_task("copy", "train", seed, 1)
     source, target = task.oracle[0].split()[1:]
     moved = {target if name == source else name: text for name, text in task.files.items()}
-    assert not passing(check(task, Tree.of_start(moved, {}))) - start_passing(task)
+    assert newly_passed(task, check(task, Tree.of_start(moved, {}))) == ()
     task = make_task("rename", "train", seed, 1)
     old, new = task.oracle[0].split()[1:]
-    assert not passing(check(task, Tree.of_start({**task.files, new: task.files[old]}, {}))) - start_passing(task)
+    assert newly_passed(task, check(task, Tree.of_start({**task.files, new: task.files[old]}, {}))) == ()
     task = make_task("delete", "train", seed, 1)
-    assert not passing(check(task, Tree(entries={}))) - start_passing(task)
+    assert newly_passed(task, check(task, Tree(entries={}))) == ()
 
 
 @pytest.mark.parametrize(
