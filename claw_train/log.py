@@ -2,14 +2,13 @@
 
 import logging
 import sys
+from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 
 
-def setup_logging(level: str = "WARNING") -> None:
-    """Sends the log of this process to standard error; called by command lines and child mains only."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level,
-        format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+def setup_logging(level: str = "INFO", *, file: Path | None = None) -> None:
+    """Sends this process's log to `file`, or to standard error; called by command lines and child mains only."""
+    handler = logging.FileHandler(file) if file else logging.StreamHandler(sys.stderr)
+    logging.basicConfig(handlers=[handler], level=level, format=_FORMAT, datefmt="%H:%M:%S", force=True)
+    logging.getLogger("httpx").setLevel("WARNING")

@@ -43,7 +43,12 @@ class Preflight:
         for stream in config.streams:
             _try_env(config, stream.name)
         model = find_model(config.model)
-        return cls(config=config, model=model, renderer=TemplateRenderer(model.tokenizer_path), judge=judge)
+        return cls(
+            config=config,
+            model=model,
+            renderer=TemplateRenderer(model.tokenizer_path, thinking=config.model.thinking),
+            judge=judge,
+        )
 
     def trainer_spec(self, run_dir: Path) -> TrainerSpec:
         """What the trainer ranks are started with."""

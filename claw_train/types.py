@@ -161,9 +161,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
-            raise ValueError(
-                f"lengths differ: {len(self.token_ids)} ids, {len(self.logprobs)} logprobs, {len(self.versions)} versions"
-            )
+            raise ValueError(f"lengths differ: {[len(x) for x in (self.token_ids, self.logprobs, self.versions)]}")
         if self.finish_reason not in ("stop", "length", "abort"):
             raise ValueError(f"unknown finish_reason {self.finish_reason!r}")
 
