@@ -39,6 +39,20 @@ logger = logging.getLogger(__name__)
 _RECORDS_EVERY_S = 2.0
 
 
+async def follow(writer: RecordWriter, *, every_s: float) -> None:
+    """Lets `writer` catch up on a thread every `every_s` seconds until cancelled, then once more, and closes it."""
+    round_ = asyncio.ensure_future(asyncio.to_thread(writer.catch_up))
+    try:
+        while True:
+            await asyncio.shield(round_)
+            await asyncio.sleep(every_s)
+            round_ = asyncio.ensure_future(asyncio.to_thread(writer.catch_up))
+    finally:
+        await asyncio.wait({round_})  # a thread cannot be cancelled, and the writer serves one at a time
+        writer.catch_up()
+        writer.close()
+
+
 class Run:
     """One process's part of a run."""
 
@@ -139,13 +153,7 @@ class Run:
     async def _keep_records(self) -> None:
         """Writes the readable records behind the ledger until cancelled."""
         writer = await asyncio.to_thread(RecordWriter, self._folder.path, self._preflight.renderer.decode)
-        try:
-            while True:
-                await asyncio.to_thread(writer.catch_up)
-                await asyncio.sleep(_RECORDS_EVERY_S)
-        finally:
-            writer.catch_up()
-            writer.close()
+        await follow(writer, every_s=_RECORDS_EVERY_S)
 
     async def _evaluate(self, label: str, version: Version) -> Evaluation:
         """Held-out tasks and held-out families, or what an earlier process of this run already measured."""
