@@ -8,6 +8,7 @@ r = log p(transformers) - log p(engine).
 """
 
 import argparse
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,9 @@ RESULTS = Path(__file__).parent / "results" / "engine_mismatch.json"
 
 def sample(args: argparse.Namespace) -> list[tuple[list[int], list[int], list[float]]]:
     """(prompt, reply, log-probabilities) of each request."""
-    from claw_train.children import thread_env
-
     rng = random.Random(args.seed)
     prompts = [[rng.randrange(1000, 40000) for _ in range(rng.randrange(16, 200))] for _ in range(args.requests)]
-    engine = Engine(args.model, thread_env(args.threads), "--dtype", args.dtype)
+    engine = Engine(args.model, {}, "--dtype", args.dtype)
     sampling = [{"max_new_tokens": args.tokens, "ignore_eos": True, "sampling_seed": i} for i in range(len(prompts))]
     try:
         replies = engine.post("/generate", input_ids=prompts, sampling_params=sampling, return_logprob=True)
@@ -68,6 +67,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
+    from claw_train.children import thread_env
+
+    os.environ.update(thread_env(args.threads))  # before torch is imported here
     found = compare(args.model, sample(args))
     print(found)
     if args.write:

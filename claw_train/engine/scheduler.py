@@ -108,6 +108,7 @@ class Scheduler:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._closing = False
+        self._threads = torch.get_num_threads()
         self._last_pass = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -219,6 +220,9 @@ class Scheduler:
     # ---- the thread
 
     def _run(self) -> None:
+        # the count is a thread's own, but only from its first use on: another thread sets a smaller one for itself
+        torch.set_num_threads(self._threads)
+        assert torch.get_num_threads() == self._threads
         with torch.inference_mode():
             while not self._closing:
                 while self._inbox:

@@ -5,7 +5,13 @@ exchange itself happens between two of them. One change at a time.
 """
 
 import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -14,7 +20,17 @@ from claw_train.engine.checkpoint import Adapter, Weights, load_adapter, load_we
 from claw_train.engine.scheduler import Scheduler
 from claw_train.errors import EngineError, ModelError, boundary
 
+T = TypeVar("T")
+
 _MAX_ADAPTERS = 64
+_NICE = 5
+
+
+def _yield_to_passes() -> None:
+    """Makes the reading thread modest: one core at most, and less of it than a thread that computes a pass."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(AttributeError, OSError):  # a thread's own priority is a Linux notion
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class Updates:
@@ -23,6 +39,10 @@ class Updates:
     def __init__(self, scheduler: Scheduler, *, dtype: torch.dtype, device: torch.device, max_rank: int) -> None:
         self._scheduler, self._dtype, self._device, self._max_rank = scheduler, dtype, device, max_rank
         self._lock = asyncio.Lock()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader", initializer=_yield_to_passes)
+
+    async def _read(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, function)
 
     @property
     def names(self) -> list[str]:
@@ -41,7 +61,7 @@ class Updates:
                 raise ModelError(f"adapter {name!r} is already loaded: give each version a fresh name")
             if len(self.names) >= _MAX_ADAPTERS:
                 raise ModelError(f"{_MAX_ADAPTERS} adapters are loaded: unload one first")
-            adapter = await asyncio.to_thread(self._read_adapter, name, folder)
+            adapter = await self._read(lambda: self._read_adapter(name, folder))
 
             def exchange() -> None:
                 crash_point("engine.load.before")
@@ -80,7 +100,7 @@ class Updates:
             EngineError: reading failed in an unforeseen way.
         """
         async with self._lock:
-            weights = await asyncio.to_thread(self._read_weights, folder)
+            weights = await self._read(lambda: self._read_weights(folder))
 
             def exchange() -> None:
                 crash_point("engine.load.before")
