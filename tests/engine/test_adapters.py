@@ -61,7 +61,7 @@ def test_a_name_is_never_given_to_other_weights(server, adapters):
 
 
 def test_loading_and_unloading_disturbs_no_running_request(server, tmp_path):
-    options = {"max_new_tokens": 300, "sampling_seed": 3, "ignore_eos": True}
+    options = {"max_new_tokens": 120, "sampling_seed": 3, "ignore_eos": True}
     folder = make_adapter(tmp_path / "a", 5)
     ids = prompt(230, 20)
     server.ok("/load_lora_adapter", lora_name="gone-1", lora_path=str(folder))
