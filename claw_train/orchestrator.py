@@ -9,7 +9,8 @@
                               +--------- slots given back ------+
 
     channel   carries               bound                          when full          filled by   emptied by
-    slots     Lease, one a group    (max_staleness + 1) x groups   hosting waits      swapping    hosting
+    slots     Lease, one a group    (max_staleness + 1) x groups   hosting waits      swapping,   hosting
+                                                                                      drops
     requests  GenerateRequest       engine.concurrency             hosting waits      hosting     engine
     turns     Turn                  2 x judge concurrency          hosting waits      hosting     judging
     scored    ScoredTurn,           groups a step                  sender waits       judging,    assembling
@@ -127,7 +128,7 @@ class Orchestrator:
         config = self._config
         self._since = time.monotonic()
         for group in recovery.complete:
-            await self._slots.take(group.record.id)
+            self._slots.hold(group.record.id)
             await self._assembling.settle(group, recovered=True)
         fresh = new_groups(
             config.streams, seed=config.seed, size=config.trainer.group_size, first=recovery.next_group_index

@@ -22,7 +22,7 @@ class Lease:
 
 
 class SlotBudget:
-    """A counted semaphore that knows who holds it and why slots came back."""
+    """Slots that know who holds them and why they came back."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -31,7 +31,7 @@ class SlotBudget:
         self.released: dict[str, int] = {}
         """Reason -> slots given back for it."""
         self._held: dict[str, Lease] = {}
-        self._free = asyncio.Semaphore(capacity)
+        self._changed = asyncio.Event()
 
     async def take(self, group_id: str) -> Lease:
         """Waits for a slot.
@@ -39,9 +39,19 @@ class SlotBudget:
         Raises:
             ValueError: the group holds one already.
         """
+        while self.in_use >= self.capacity:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.hold(group_id)
+
+    def hold(self, group_id: str) -> Lease:
+        """Takes a slot at once, beyond the capacity if need be: for work that an earlier process left.
+
+        Raises:
+            ValueError: the group holds one already.
+        """
         if group_id in self._held:
             raise ValueError(f"group {group_id} holds a slot already")
-        await self._free.acquire()
         lease = Lease(self, group_id)
         self._held[group_id] = lease
         return lease
@@ -60,4 +70,4 @@ class SlotBudget:
     def _give_back(self, lease: Lease, reason: str) -> None:
         del self._held[lease.group_id]
         self.released[reason] = self.released.get(reason, 0) + 1
-        self._free.release()
+        self._changed.set()

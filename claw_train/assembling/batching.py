@@ -48,9 +48,15 @@ def oldest_step(group: CompleteGroup) -> int:
     return min((v.step for s in group.scored for v in s.turn.completion.versions), default=2**31)
 
 
+def newest_step(group: CompleteGroup) -> int:
+    """Optimizer step of the newest token of a group; -1 when it has no tokens."""
+    return max((v.step for s in group.scored for v in s.turn.completion.versions), default=-1)
+
+
 def is_stale(group: CompleteGroup, *, step: int, max_staleness: int) -> bool:
     """True when the oldest token is too old for optimizer step `step`, which starts from weights `step - 1`."""
-    return (step - 1) - oldest_step(group) > max_staleness
+    lost = newest_step(group) > step - 1  # sampled by weights that a crash took before their checkpoint
+    return lost or (step - 1) - oldest_step(group) > max_staleness
 
 
 def valid_trajectories(group: CompleteGroup) -> list[Trajectory]:
@@ -119,6 +125,8 @@ def _untrainable(turn: Turn, method: MethodConfig) -> DropReason | None:
     """Why a turn cannot train whatever it was worth; None when it can."""
     if not turn.completion.token_ids:
         return DropReason.DEGENERATE
+    if not turn.completion.sampling.full_support:
+        return DropReason.PARTIAL_SUPPORT
     if turn.status in (TurnStatus.CUT, TurnStatus.DEGENERATE) and method.cut_reply == "penalise":
         return None
     return _FAILED_REPLY.get(turn.status)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from claw_train.errors import JudgeError, boundary
+from claw_train.errors import ClawTrainError, JudgeError, boundary
 from claw_train.protocols import Judge
 from claw_train.types import Reward, RewardStatus, ScoredTurn, Turn
 
@@ -21,7 +21,7 @@ async def judge_turn(judge: Judge, turn: Turn, history: tuple[Turn, ...], *, tim
         with boundary(JudgeError, "judge"):
             async with asyncio.timeout(timeout_s):
                 return await judge.score(turn, history)
-    except JudgeError as error:
+    except ClawTrainError as error:  # also an engine's: whatever fails while judging is no verdict
         reason = str(error) or "timeout"
         logger.warning("turn %s: no verdict: %s", turn.id, reason)
         reward = Reward(value=None, status=RewardStatus.INFRA_ERROR, source="judge", reason=reason)

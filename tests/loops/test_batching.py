@@ -1,11 +1,13 @@
 """Groups to batches: what trains, what is dropped and why, and that every trained token was sampled."""
 
+from dataclasses import replace
+
 import pytest
 
 from claw_train.assembling.batching import assemble, is_stale, usable
 from claw_train.config import MethodConfig
 from claw_train.ledger import CompleteGroup, DropReason
-from claw_train.types import RewardStatus, TurnStatus, Version
+from claw_train.types import RewardStatus, Sampling, TurnStatus, Version
 
 from .values import group, record, scored, trajectory, turn
 
@@ -111,10 +113,21 @@ def test_order_of_arrival_does_not_matter():
     assert assemble(groups, step=1, method=METHOD) == assemble(groups[::-1], step=1, method=METHOD)
 
 
-@pytest.mark.parametrize(("token_step", "limit", "stale"), [(4, 0, False), (3, 0, True), (3, 1, False), (2, 1, True)])
+@pytest.mark.parametrize(
+    ("token_step", "limit", "stale"), [(4, 0, False), (3, 0, True), (3, 1, False), (2, 1, True), (5, 9, True)]
+)
 def test_age_counts_versions_between_the_oldest_token_and_the_step(token_step, limit, stale):
     g = group("g0", version=Version("main", 0, token_step))
     assert is_stale(g, step=5, max_staleness=limit) is stale
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 20}, {"temperature": 0.0}])
+def test_a_reply_of_a_truncated_distribution_never_trains(sampling):
+    whole = group("g0", outcomes=(1.0, -1.0, 1.0))
+    first = whole.scored[0].turn
+    narrow = replace(first, completion=replace(first.completion, sampling=Sampling(**sampling)))
+    mixed = replace(whole, scored=(scored(narrow), *whole.scored[1:]))
+    assert assemble([mixed], step=1, method=METHOD).dropped[first.id] is DropReason.PARTIAL_SUPPORT
 
 
 def test_a_group_needs_two_valid_members():

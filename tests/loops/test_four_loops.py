@@ -209,3 +209,41 @@ def test_a_crash_in_one_loop_stops_them_all_with_its_own_error(tmp_path):
     finally:
         Counting.step = original
     assert isinstance(first_error(caught.value), ZeroDivisionError)
+
+
+def test_a_resume_behind_many_lost_steps_goes_on(tmp_path):
+    """More complete groups come back than there are slots; those of lost weights are dropped, the rest trains."""
+    settings = config(0, steps=6)
+    run_loops(settings, tmp_path)
+
+    async def main():
+        trainer = Counting()
+        pools = {s.name: HostPool(s) for s in settings.streams}
+        async with Ledger.open(tmp_path, create=False) as ledger:
+            recovery = await ledger.reconcile(0)
+            assert len(recovery.complete) > settings.trainer.groups_per_step
+            rng = random.Random(1)
+            loops = Orchestrator(
+                settings,
+                ledger=ledger,
+                engine=Straggler(rng, 0.0),
+                trainer=trainer,
+                renderer=LetterRenderer(),
+                judge=Moody(rng, 0.0),
+                pools=pools,
+                first_step=1,
+                on_step=lambda report, row: None,
+            )
+            swapping = asyncio.create_task(loops.swapping.run())
+            try:
+                async with asyncio.timeout(60):
+                    await loops.train(recovery)
+                return trainer, await ledger.audit()
+            finally:
+                swapping.cancel()
+                for pool in pools.values():
+                    await pool.close()
+
+    trainer, counts = asyncio.run(main())
+    assert [batch.step for batch in trainer.batches] == [1, 2, 3, 4, 5, 6]
+    assert counts.dropped_by["stale"] > 0

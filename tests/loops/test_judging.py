@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from claw_train.errors import JudgeError
+from claw_train.errors import EngineError, JudgeError
 from claw_train.judging.loop import JudgingLoop, judge_turn
 from claw_train.judging.rules import RulesJudge
 from claw_train.types import RewardStatus, ScoredTurn, TurnStatus
@@ -70,7 +70,10 @@ class Silent:
         await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("judge", [Failing(JudgeError("unreadable")), Failing(ZeroDivisionError("bug")), Silent()])
+@pytest.mark.parametrize(
+    "judge",
+    [Failing(JudgeError("unreadable")), Failing(EngineError("down")), Failing(ZeroDivisionError("bug")), Silent()],
+)
 def test_a_judge_that_fails_gives_a_reason_and_no_score(judge):
     got = asyncio.run(judge_turn(judge, turn(), (), timeout_s=0.05))
     assert got.reward.status is RewardStatus.INFRA_ERROR

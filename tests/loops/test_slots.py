@@ -52,3 +52,19 @@ def test_a_group_holds_at_most_one_slot():
 def test_a_budget_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         SlotBudget(0)
+
+
+def test_work_that_was_left_over_is_held_beyond_the_budget_and_blocks_new_work():
+    async def main():
+        budget = SlotBudget(1)
+        leases = [budget.hold(name) for name in "abc"]
+        new = asyncio.create_task(budget.take("d"))
+        for lease in leases[:2]:
+            lease.release("trained")
+            await asyncio.sleep(0)
+        assert not new.done()
+        leases[2].release("trained")
+        async with asyncio.timeout(1):
+            await new
+
+    asyncio.run(main())
