@@ -8,11 +8,10 @@ Knows nothing of rewards, judges or training.
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from claw_envs.errors import ClawEnvError
-from claw_envs.types import NextState
 from claw_train.errors import EngineError
 from claw_train.hosting.host import EnvHost, EpisodeStart, StepOutcome
 from claw_train.protocols import Engine, Renderer
@@ -139,7 +138,7 @@ class Episode:
             except ClawEnvError:
                 await self._lose(turn)
                 raise
-            await self._sink.bound(with_next_state(turn, outcome.next_state))
+            await self._sink.bound(replace(turn, next_state=outcome.next_state))
             if outcome.terminated or outcome.truncated or not outcome.valid:
                 return self._finished(outcome)
             prompt_ids = self._renderer.extend(
@@ -157,9 +156,8 @@ class Episode:
         """Samples one reply and captures the turn, whatever became of it."""
         spec = self._spec
         turn_id = TurnId(spec.stream, spec.session, len(self._turn_ids), spec.attempt)
-        sampling = Sampling(
-            temperature=spec.sampling.temperature,
-            max_new_tokens=spec.sampling.max_new_tokens,
+        sampling = replace(
+            spec.sampling,
             stop_token_ids=self._renderer.stop_token_ids,
             seed=derive_seed(spec.sampling_seed, turn_id.index),
         )
@@ -216,18 +214,3 @@ def opening_messages(start: EpisodeStart) -> list[dict[str, str]]:
     messages = [{"role": "system", "content": start.system_prompt}] if start.system_prompt else []
     messages.extend(dict(m) for m in start.example_messages)
     return [*messages, {"role": "user", "content": start.instruction}]
-
-
-def with_next_state(turn: Turn, state: NextState) -> Turn:
-    """The same turn with its next state."""
-    return Turn(
-        id=turn.id,
-        policy=turn.policy,
-        kind=turn.kind,
-        prompt_ids=turn.prompt_ids,
-        completion=turn.completion,
-        status=turn.status,
-        group_id=turn.group_id,
-        task_id=turn.task_id,
-        next_state=state,
-    )

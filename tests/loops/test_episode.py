@@ -151,6 +151,14 @@ def test_members_of_a_group_share_the_task_and_differ_in_sampling():
     assert first.requests[0].sampling.seed != second.requests[0].sampling.seed
 
 
+def test_every_setting_of_the_sampling_reaches_the_engine():
+    engine = SpelledEngine("ab")
+    play(engine, sampling=Sampling(temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=8, stop=("END",)))
+    asked = engine.requests[0].sampling
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.stop) == (0.5, 0.9, 7, ("END",))
+    assert asked.stop_token_ids == (END,)
+
+
 def completion(text, ids, finish="stop"):
     return Completion(
         token_ids=tuple(ids),
