@@ -300,3 +300,32 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_running(place):
         assert wait_for(lambda: not alive_with(str(disk)))
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True, timeout=10)
+
+
+def test_two_streams_full_weights_and_two_ranks_in_one_run(place):
+    (place.path / "conf" / "experiment").mkdir(exist_ok=True)
+    streams = "".join(
+        f"  - {{name: {name}, id: 'tests.helpers.toy_env:Toy-v0', share: {share}, max_concurrent: 4}}\n"
+        for name, share in (("left", 1.0), ("right", 3.0))
+    )
+    (place.path / "conf" / "experiment" / "both.yaml").write_text(f"# @package _global_\nstreams:\n{streams}")
+    done = call(
+        place.command(
+            "experiment=both",
+            "trainer=full",
+            "trainer.num_ranks=2",
+            "trainer.steps=3",
+            "trainer.checkpoint_every_steps=2",
+            "trainer.max_staleness=1",
+            run="both",
+        )
+    )
+    assert done.returncode == 0, done.stderr
+    run = place.path / "both"
+    assert {t.stream for t in consumed_turns(run)} == {"left", "right"}
+    assert [step for step, _, _ in loss_trace(run)] == [1, 2, 3]
+    audit(run)
+    longer = call(place.resume_command("trainer.steps=4", run="both"))
+    assert longer.returncode == 0, longer.stderr
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    assert [step for step, _, _ in loss_trace(run)] == [1, 2, 3, 4]
