@@ -10,8 +10,7 @@ Schulman, "Approximating KL divergence" (2020), estimator k3.
 
 from torch import Tensor
 
-_MAX_EXPONENT = 20.0
-"""Log-ratios beyond this are cut before `exp`, so that no infinity reaches a gradient."""
+from claw_train.losses.ratios import k3_of
 
 
 def k3(logp: Tensor, reference: Tensor) -> Tensor:
@@ -29,6 +28,4 @@ def k3(logp: Tensor, reference: Tensor) -> Tensor:
     """
     if logp.shape != reference.shape:
         raise ValueError(f"shapes differ: {tuple(logp.shape)} and {tuple(reference.shape)}")
-    log_ratio = (reference.detach() - logp).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
-    # expm1 keeps the digits that exp(x) - 1 loses near zero, where a healthy run lives
-    return (log_ratio.expm1() - log_ratio).clamp(min=0.0)
+    return k3_of(reference.detach() - logp)

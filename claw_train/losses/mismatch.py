@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MAX_EXPONENT = 20.0
+from claw_train.losses.ratios import k3_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,9 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Mismatch:
     if not trainer.shape == engine.shape == mask.shape:
         raise ValueError(f"shapes differ: {tuple(trainer.shape)}, {tuple(engine.shape)}, {tuple(mask.shape)}")
     gap = (trainer.detach() - engine.detach())[mask].double()
-    bounded = gap.clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
     return Mismatch(
         count=mask.sum(),
         k1_sum=-gap.sum(),
-        k3_sum=(bounded.expm1() - bounded).sum(),
+        k3_sum=k3_of(gap).sum(),
         max_abs=gap.abs().max() if gap.numel() else torch.zeros((), dtype=gap.dtype, device=gap.device),
     )

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-_MAX_EXPONENT = 20.0
-"""Log-ratios beyond this are cut before `exp`, so that no infinity reaches a gradient."""
+from claw_train.losses.ratios import MAX_EXPONENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +69,8 @@ def policy_loss(
     old, behaviour = old.detach(), behaviour.detach()
     gap = old - behaviour
     kept = gap.abs() <= outlier_logratio
-    weight = gap.clamp(max=_MAX_EXPONENT).exp().clamp(max=tis_cap) * kept
-    ratio = (logp - old).clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp()
+    weight = gap.clamp(max=MAX_EXPONENT).exp().clamp(max=tis_cap) * kept
+    ratio = (logp - old).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
     free = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     loss = -(weight * free.minimum(bounded)).sum() / divisor
@@ -79,7 +78,7 @@ def policy_loss(
         loss=loss,
         clipped=(kept & (bounded < free)).sum(),
         ratio_sum=ratio.detach().sum(),
-        capped=(kept & (gap.clamp(max=_MAX_EXPONENT).exp() > tis_cap)).sum(),
+        capped=(kept & (gap.clamp(max=MAX_EXPONENT).exp() > tis_cap)).sum(),
         outliers=(~kept).sum(),
     )
 

@@ -25,7 +25,6 @@ _TRAINABLE = "trainable.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _RNG = "rng.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-_READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +73,7 @@ def sha256(*files: Path) -> str:
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
-            while chunk := stream.read(_READ_BYTES):
-                digest.update(chunk)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 
