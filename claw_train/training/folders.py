@@ -74,9 +74,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ConfigError: it is no whole checkpoint; names the file.
     """
     state = read_state(path)
-    return Checkpoint(
-        step=int(state["step"]), version=Version.parse(state["version"]), path=path, metrics=state["metrics"]
-    )
+    # checkpoints of the first format had no figures
+    metrics: Mapping[str, float] = state.get("metrics", {})
+    return Checkpoint(step=int(state["step"]), version=Version.parse(state["version"]), path=path, metrics=metrics)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -90,6 +90,8 @@ def read_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(file.read_text())
         sizes: dict[str, int] = state["files"]
         Version.parse(state["version"])
+        if missing := {"step", "over_limit", "identity"} - state.keys():
+            raise KeyError(*sorted(missing))
         wrong = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not part of a whole checkpoint ({error}); choose another one") from None
@@ -165,7 +167,10 @@ def prune_checkpoints(run_dir: Path, *, keep: int, newest: int) -> None:
 
 
 def prune_weights(run_dir: Path, *, policy: str, keep: int) -> None:
-    """Removes all weight folders of a policy but the `keep` newest by lineage and step."""
+    """Removes all weight folders of a policy but the `keep` newest by lineage and step.
+
+    The engine loads a folder some time after it is reported: `keep` must cover all that may still wait for it.
+    """
     folders: list[tuple[Version, Path]] = []
     with contextlib.suppress(FileNotFoundError):
         for path in weights_dir(run_dir).iterdir():

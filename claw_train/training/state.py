@@ -137,7 +137,7 @@ def load(
         optimizer.state[parameter][kind] = value if kind == "step" else value.to(parameter.device)
     _set_random_states(rng)
     return Progress(
-        version=Version.parse(state["version"]), over_limit=int(state["over_limit"]), metrics=state["metrics"]
+        version=Version.parse(state["version"]), over_limit=int(state["over_limit"]), metrics=state.get("metrics", {})
     )
 
 

@@ -5,20 +5,25 @@ on disk. A guard raises before any weight has changed; nothing is written then. 
 
 Order within step k: passes, guards, optimizer, checkpoint, weights, then older folders are removed.
 
-Metrics of a step (means are over the batch's trained tokens that were computed, all ranks together):
+Metrics of a step, all ranks together. Means are over the trained tokens that were computed, unless it says otherwise:
 
-    loss, policy_loss, kl    as minimised; kl is the k3 estimate to the base weights, per trained token; absent without
+    loss, policy_loss, kl    as minimised: per trained token of an update, mean over the step's updates; kl is the k3
+                             estimate to the base weights, absent with kl_coef=0
     entropy                  nats, at the sampling temperature
     grad_norm, lr            norm before clipping (mean over the updates of the step); learning rate
     ratio_mean, clip_fraction                 policy ratio to the start of the step; tokens held by a clip bound
     tis_capped_fraction, outlier_fraction     tokens whose engine weight was cut; tokens left out as outliers
-    mismatch_k1, mismatch_k3, mismatch_max_abs, mismatch_tokens      trainer against engine on tokens sampled by these
-                             very weights; the first three are absent when there are none
-    drift_k1, drift_k3, drift_max_abs, drift_tokens     the same on tokens of older weights
-    staleness_mean, staleness_max             versions between sampling and training
-    loss_tokens, computed_tokens, sample_tokens, packed_tokens, rows      computed_tokens < loss_tokens when tokens
-                             without advantage need no pass; packed_tokens / sample_tokens is what packing saves
-    step_s, checkpoint_s, publish_s, packed_tokens_per_s                  seconds; of this machine
+    mismatch_k1, mismatch_k3, mismatch_max_abs, mismatch_tokens      trainer against engine on computed tokens sampled
+                             by the weights at the start of the step; the first three are absent when there are none
+    drift_k1, drift_k3, drift_max_abs, drift_tokens     the same on tokens of other weights
+    staleness_mean, staleness_max             optimizer steps between sampling and training, over all trained tokens
+    loss_tokens, computed_tokens              trained tokens; fewer are computed where some need no pass
+    sample_tokens, packed_tokens, rows        tokens of the samples; their share left by packing; passes over it
+    step_s, checkpoint_s, publish_s           seconds of rank 0: passes and optimizer; its files; the engine's files
+    packed_tokens_per_s                       packed_tokens / step_s
+
+Figures that are not finite are left out, and a batch without trained tokens has only those of time. A checkpoint keeps
+those that are not of time.
 """
 
 import dataclasses
@@ -46,9 +51,6 @@ from claw_train.training.spec import Started, TrainerSpec
 from claw_train.training.state import Progress, identity, load, save
 from claw_train.training.weights import publish
 from claw_train.types import Batch, StepReport, Version, WeightRef
-
-_MIN_WEIGHTS = 2
-"""Weight folders kept at least: the engine may still be reading the last but one."""
 
 
 class Trainer:
@@ -259,7 +261,9 @@ class Trainer:
             lambda: crash_point("trainer.publish.before"),
             lambda: crash_point("trainer.publish.after"),
         )
-        keep = max(_MIN_WEIGHTS, self.spec.trainer.keep_checkpoints)
+        config = self.spec.trainer
+        # those the engine serves and is about to load, and those of the steps that slots allow in the meantime
+        keep = max(2, config.keep_checkpoints, config.max_staleness + 2)
         prune_weights(self._run_dir, policy=version.policy, keep=keep)
         return ref
 

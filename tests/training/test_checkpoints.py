@@ -88,7 +88,7 @@ def test_a_checkpoint_of_another_model_is_refused(qwen3, other_model, samples, b
         trainer.start(Path(report.checkpoint), 0)
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "no state", "half a state"])
+@pytest.mark.parametrize("damage", ["missing", "short", "no state", "half a state", "no identity"])
 def test_a_damaged_checkpoint_is_passed_over_and_refused(damage: str, qwen3, samples, batch_of, spec_of, tmp_path):
     trainer = started(spec_of(qwen3))
     reports = [trainer.step(batch_of(samples, step)) for step in (1, 2)]
@@ -101,6 +101,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused(damage: str, qwen3, sam
                 file.truncate(100)
         case "no state":
             (newest / "state.json").unlink()
+        case "no identity":
+            state = newest / "state.json"
+            state.write_text(json.dumps({k: v for k, v in json.loads(state.read_text()).items() if k != "identity"}))
         case _:
             (newest / "state.json").write_text('{"step": 2, "ver')
     latest = latest_checkpoint(tmp_path / "run")
@@ -108,6 +111,16 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused(damage: str, qwen3, sam
     assert latest.step == 1
     with pytest.raises(ConfigError, match="step-000002"):
         read_checkpoint(newest)
+
+
+def test_a_checkpoint_without_figures_is_read(qwen3, batch_of, spec_of):
+    report = started(spec_of(qwen3)).step(batch_of([]))
+    file = Path(report.checkpoint) / "state.json"
+    state = json.loads(file.read_text())
+    del state["metrics"]
+    file.write_text(json.dumps(state))
+    assert read_checkpoint(Path(report.checkpoint)).metrics == {}
+    assert started(spec_of(qwen3), Path(report.checkpoint), 1)._progress.metrics == {}
 
 
 def test_a_run_without_checkpoints_has_no_latest(tmp_path):
@@ -139,12 +152,18 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_stops_the_trainer(qwen3, samp
     assert trainer.step(batch_of(samples, 2)).step == 2
 
 
-def test_only_the_newest_folders_stay(qwen3, samples, batch_of, spec_of, tmp_path):
-    trainer = started(spec_of(qwen3, keep_checkpoints=2))
-    for step in range(1, 5):
-        trainer.step(batch_of(samples, step))
-    assert [c.step for c in list_checkpoints(tmp_path / "run")] == [3, 4]
-    assert sorted(p.name for p in (tmp_path / "run" / "weights").iterdir()) == ["main-0-3", "main-0-4"]
+@pytest.mark.parametrize(
+    ("checkpoints", "staleness", "weights"), [(1, 0, [5, 6]), (1, 2, [3, 4, 5, 6]), (3, 0, [4, 5, 6])]
+)
+def test_only_the_newest_folders_stay(
+    checkpoints: int, staleness: int, weights: list[int], qwen3, batch_of, spec_of, tmp_path
+):
+    trainer = started(spec_of(qwen3, keep_checkpoints=checkpoints, max_staleness=staleness))
+    for step in range(1, 7):
+        trainer.step(batch_of([], step))
+    assert [c.step for c in list_checkpoints(tmp_path / "run")] == list(range(7 - checkpoints, 7))
+    # the engine may load a folder as late as its slots let the trainer run ahead
+    assert sorted(p.name for p in (tmp_path / "run" / "weights").iterdir()) == [f"main-0-{step}" for step in weights]
 
 
 def test_leftovers_of_an_interrupted_writer_are_removed(qwen3, spec_of, tmp_path):
