@@ -59,9 +59,11 @@ class StreamConfig:
     """Share of the groups of a step; shares are normalised over the streams."""
     max_concurrent: int = 64
     """Episodes at once."""
+    deadline_s: float = 120.0
+    """Of one reset or step; an environment that answers later is given up. Above its own limit for a command."""
 
     def __post_init__(self) -> None:
-        _check_numbers(f"streams.{self.name}", self, "share", 0, above=True)
+        _check_numbers(f"streams.{self.name}", self, "share deadline_s", 0, above=True)
         _check_numbers(f"streams.{self.name}", self, "max_concurrent", 1)
 
 

@@ -79,14 +79,14 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 @contextmanager
-def boundary(kind: type[ClawTrainError], what: str) -> Iterator[None]:
+def boundary(kind: type[Exception], what: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turns any unexpected exception of a foreign library into `kind`. The only broad except.
 
-    Our own errors pass unchanged.
+    Our own errors and those named in `passing` pass unchanged.
     """
     try:
         yield
-    except ClawTrainError:
+    except (ClawTrainError, *passing):
         raise
     except Exception as error:
         raise kind(f"{what}: {type(error).__name__}: {error}") from error

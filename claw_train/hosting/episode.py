@@ -126,7 +126,7 @@ class Episode:
         self._task_id = start.task_id
         self.instruction = start.instruction
         if not start.valid:
-            return self._invalid(TrajectoryStatus.INFRA_ERROR, "reset failed")
+            return self._invalid(TrajectoryStatus.INFRA_ERROR, start.failure_kind or "reset failed")
         prompt_ids = self._renderer.start(opening_messages(start))
         while True:
             turn = await self._ask(prompt_ids)
@@ -144,7 +144,7 @@ class Episode:
             prompt_ids = self._renderer.extend(
                 prompt_ids,
                 turn.completion.token_ids,
-                ({"role": "user", "content": outcome.next_state.text},),
+                ({"role": "user", "content": outcome.text},),
             )
 
     async def _lose(self, turn: Turn) -> None:

@@ -6,14 +6,15 @@ from contextlib import asynccontextmanager
 
 from claw_train.config import StreamConfig
 from claw_train.hosting.host import EnvHost
+from claw_train.hosting.thread import LostThreads
 
 
 class HostPool:
     """At most `max_concurrent` hosts, made when first needed."""
 
-    def __init__(self, stream: StreamConfig, *, deadline_s: float = 120.0) -> None:
+    def __init__(self, stream: StreamConfig) -> None:
         self._stream = stream
-        self._deadline_s = deadline_s
+        self._lost_threads = LostThreads(stream.name)
         self._places = asyncio.Semaphore(stream.max_concurrent)
         self._idle: list[EnvHost] = []
         self._busy: set[EnvHost] = set()
@@ -23,7 +24,7 @@ class HostPool:
     async def host(self) -> AsyncIterator[EnvHost]:
         """Waits for a place, lends a host, takes it back."""
         async with self._places:
-            host = self._idle.pop() if self._idle else EnvHost(self._stream, deadline_s=self._deadline_s)
+            host = self._idle.pop() if self._idle else EnvHost(self._stream, self._lost_threads)
             self._busy.add(host)
             interrupted = True
             try:

@@ -5,11 +5,10 @@ import asyncio
 import pytest
 
 from claw_train.config import StreamConfig
-from claw_train.errors import ConfigError, EngineError
+from claw_train.errors import EngineError
 from claw_train.hosting.episode import Episode, EpisodeSpec, derive_seed, turn_status
 from claw_train.hosting.host import EnvHost
 from claw_train.hosting.loop import group_stream, new_groups
-from claw_train.hosting.pool import HostPool
 from claw_train.types import Completion, RewardStatus, Sampling, TrajectoryStatus, TurnKind, TurnStatus, Version
 
 BASE = Version("main", 0, 0)
@@ -129,6 +128,15 @@ def test_a_broken_world_is_an_invalid_outcome_not_a_score():
     assert sink.trajectories == [trajectory]
 
 
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_an_environment_that_raises_is_an_invalid_outcome(where):
+    trajectory, sink = play(SpelledEngine("ab"), env={"raise_on": where})
+    assert trajectory.status is TrajectoryStatus.INFRA_ERROR
+    assert "KeyError" in trajectory.outcome.reason
+    assert trajectory.turn_ids == ()
+    assert len(sink.lost_turns) == (where == "step")
+
+
 def test_an_engine_failure_ends_the_episode_and_keeps_the_earlier_turns():
     trajectory, sink = play(SpelledEngine("ab", error_at=1))
     assert trajectory.status is TrajectoryStatus.ENGINE_ERROR
@@ -187,60 +195,6 @@ def completion(text, ids, finish="stop"):
 )
 def test_status_of_a_reply(text, ids, finish, status):
     assert turn_status(completion(text, ids, finish), (END,)) is status
-
-
-def test_a_host_that_never_answers_is_replaced():
-    async def main():
-        pool = HostPool(StreamConfig(name="toy", id="tests.helpers.toy_env:Toy-v0", max_concurrent=1), deadline_s=30.0)
-        async with pool.host() as first:
-            await first.reset(seed=1, options={})
-            first.lost = True
-        async with pool.host() as second:
-            assert second is not first
-            await second.reset(seed=1, options={})
-        async with pool.host() as third:
-            assert third is second
-        await pool.close()
-
-    asyncio.run(main())
-
-
-def test_a_call_that_hangs_becomes_a_lost_sandbox():
-    import threading
-
-    release = threading.Event()
-
-    async def main():
-        host = EnvHost(stream(), deadline_s=0.05)
-        sink = ListSink()
-        host._reset = lambda seed, options: release.wait(30)
-        trajectory = await Episode(spec(), SpelledEngine("ab"), LetterRenderer(), sink).run(host)
-        release.set()
-        assert host.lost
-        assert trajectory.status is TrajectoryStatus.INFRA_ERROR
-        await host.close()
-
-    asyncio.run(main())
-
-
-def test_a_wrong_argument_of_an_environment_names_its_key():
-    async def main():
-        host = EnvHost(stream(no_such_argument=1))
-        with pytest.raises(ConfigError, match=r"streams\.toy\.kwargs.*no_such_argument"):
-            await host.reset(seed=0, options={})
-        await host.close()
-
-    asyncio.run(main())
-
-
-def test_an_unknown_environment_names_the_id():
-    async def main():
-        host = EnvHost(StreamConfig(name="x", id="ClawNothing-v0"))
-        with pytest.raises(ConfigError, match=r"streams\.x\.id='ClawNothing-v0'"):
-            await host.reset(seed=0, options={})
-        await host.close()
-
-    asyncio.run(main())
 
 
 def test_groups_depend_on_seed_and_index_alone():
