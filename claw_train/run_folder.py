@@ -6,7 +6,9 @@ RUN/
   ledger.sqlite   every turn and its fate        records/      the same, readable, one file a weight version
   metrics.jsonl   one line a step                tensorboard/  the same as event files
   checkpoints/    weights/                       logs/         one file a child process
-  curve.png       summary.json                   replies.md    written at the end
+  eval/           finished evaluations           curve.png     summary.json and replies.md: written at the end
+
+Prompts and replies are in many of them, so a new folder is its owner's alone (0700), and so is every file (0600).
 """
 
 import json
@@ -16,16 +18,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from claw_train.config import TrainConfig, to_config
 from claw_train.errors import ConfigError, DiskError
 
 _PACKAGES = ("claw-rl", "torch", "transformers", "accelerate", "peft", "tokenizers", "gymnasium", "numpy")
+
+_FIXED_EVAL = ("tasks", "heldout_tasks")
 
 
 class RunFolder:
@@ -71,11 +76,10 @@ class RunFolder:
         folder = cls(Path(config.run_dir) if config.run_dir else Path("runs") / name)
         if folder.config.exists():
             raise ConfigError(f"run_dir={folder.path} holds a run: continue it with resume={folder.path}")
-        try:
-            folder.logs.mkdir(parents=True, exist_ok=True)
-            write_text(folder.config, _to_yaml(config))
-        except OSError as error:
-            raise DiskError(f"run folder {folder.path} cannot be written: {error.strerror}") from error
+        with disk_errors(folder.path):
+            folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.logs.mkdir(mode=0o700, exist_ok=True)
+        folder.write_config(config)
         return folder
 
     @classmethod
@@ -83,7 +87,8 @@ class RunFolder:
         """An existing run and its configuration, with `overrides` (section -> key -> value) on top.
 
         Raises:
-            ConfigError: there is no run, or its configuration is unreadable.
+            ConfigError: there is no run, its configuration is unreadable, or `overrides` change the tasks of its
+                evaluations, which are compared with one another.
         """
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -92,12 +97,30 @@ class RunFolder:
         if not folder.config.is_file():
             raise ConfigError(f"resume={path}: no run there (config.yaml is missing)")
         try:
-            raw = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(folder.config), dict(overrides)))
+            stored = OmegaConf.load(folder.config)
+            rows = [OmegaConf.to_container(c) for c in (stored, OmegaConf.merge(stored, dict(overrides)))]
         except (OmegaConfBaseException, OSError, ValueError) as error:
             raise ConfigError(f"{folder.config} is unreadable: {error}") from None
-        if not isinstance(raw, dict):
+        plain = [{str(k): v for k, v in row.items()} for row in rows if isinstance(row, dict)]
+        if len(plain) != len(rows):
             raise ConfigError(f"{folder.config} is not a configuration")
-        return folder, to_config({str(k): v for k, v in raw.items()})
+        before, after = (to_config(row) for row in plain)
+        for name in _FIXED_EVAL:
+            old, new = getattr(before.eval, name), getattr(after.eval, name)
+            if new != old:
+                raise ConfigError(
+                    f"eval.{name}={new}: the run began with eval.{name}={old}, and its evaluations before and after "
+                    "are compared task by task; start a new run to change it"
+                )
+        return folder, after
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Makes `config` the one that a later resume goes on with.
+
+        Raises:
+            DiskError: it cannot be written; the earlier one stays.
+        """
+        write_text(self.config, _to_yaml(config))
 
     def abandon(self) -> None:
         """Takes back a run that never began, so that the same command can be given again; the logs stay."""
@@ -109,28 +132,86 @@ class RunFolder:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def write_manifest(self, extra: Mapping[str, Any]) -> None:
-        """Records what this run depends on."""
-        manifest = {
+        """Records what this run depends on; on resume the first manifest stays and `resumes` grows by one.
+
+        Raises:
+            DiskError: it cannot be written.
+        """
+        file = self.path / "manifest.json"
+        now = {
             "command": " ".join(sys.argv),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "commit": git_commit(),
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "processor": processor(),
-            "packages": {name: _version(name) for name in _PACKAGES},
-            **extra,
         }
-        write_text(self.path / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        manifest = _read_manifest(file)
+        if manifest is None:
+            manifest = {
+                **now,
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "processor": processor(),
+                "packages": {name: _version(name) for name in _PACKAGES},
+                **extra,
+                "resumes": [],
+            }
+        else:
+            resumed = {**now, "first_step": extra.get("first_step")}
+            manifest["resumes"] = [*manifest.get("resumes", []), resumed]
+        write_text(file, json.dumps(manifest, indent=2) + "\n")
+
+
+def _read_manifest(file: Path) -> dict[str, Any] | None:
+    """What is there; None when nothing readable is."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns a failure of the disk while `path` is written into a `DiskError` of one line."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        raise DiskError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def open_private(path: Path, mode: str) -> IO[bytes]:
+    """Opens a binary file; one that it makes is readable by its owner only.
+
+    Raises:
+        DiskError: it cannot be opened.
+    """
+    with disk_errors(path):
+        return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a whole file or none, readable by its owner only: temporary file, fsync, rename.
+
+    Raises:
+        DiskError: it cannot be written; what was there stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with disk_errors(path):
+        try:
+            with open_private(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a whole file or none: temporary file, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """`write_bytes` in UTF-8."""
+    write_bytes(path, text.encode())
 
 
 def _to_yaml(config: TrainConfig) -> str:
