@@ -13,7 +13,7 @@ from typing import Protocol
 
 from claw_envs.errors import ClawEnvError
 from claw_train.errors import EngineError
-from claw_train.hosting.host import EnvHost, EpisodeStart, StepOutcome
+from claw_train.hosting.host import EnvHost, EnvironmentBroke, EpisodeStart, StepOutcome
 from claw_train.protocols import Engine, Renderer
 from claw_train.types import (
     Completion,
@@ -115,7 +115,9 @@ class Episode:
         try:
             trajectory = await self._play(host)
         except ClawEnvError as error:
-            logger.info("session %s: world failed: %s", self._spec.session, error)
+            broke = isinstance(error, EnvironmentBroke)
+            level = logging.WARNING if broke else logging.INFO
+            logger.log(level, "session %s: world failed: %s", self._spec.session, error, exc_info=broke)
             trajectory = self._invalid(TrajectoryStatus.INFRA_ERROR, str(error))
         await self._sink.ended(trajectory)
         return trajectory

@@ -146,8 +146,7 @@ class EnvHost:
         try:
             with foreign(f"{self._stream.id}: {what}"):
                 yield
-        except EnvironmentBroke as error:
-            logger.warning("%s", error, exc_info=True)
+        except EnvironmentBroke:
             self._close_env()
             raise
 

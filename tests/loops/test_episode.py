@@ -129,10 +129,11 @@ def test_a_broken_world_is_an_invalid_outcome_not_a_score():
 
 
 @pytest.mark.parametrize("where", ["reset", "step"])
-def test_an_environment_that_raises_is_an_invalid_outcome(where):
+def test_an_environment_that_raises_is_an_invalid_outcome_and_its_traceback_is_kept(where, caplog):
     trajectory, sink = play(SpelledEngine("ab"), env={"raise_on": where})
     assert trajectory.status is TrajectoryStatus.INFRA_ERROR
     assert "KeyError" in trajectory.outcome.reason
+    assert "toy_env.py" in caplog.text
     assert trajectory.turn_ids == ()
     assert len(sink.lost_turns) == (where == "step")
 

@@ -98,7 +98,7 @@ async def main():
     waiting.cancel()
 asyncio.run(main())
 """
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=40, check=False).returncode == 0
 
 
 def test_hosts_that_hang_do_not_pile_up_and_count_until_they_come_back():
@@ -166,11 +166,10 @@ def test_threads_that_have_ended_are_not_counted():
 
 
 @pytest.mark.parametrize(("where", "error"), [("reset", "KeyError"), ("step", "OSError"), ("step", "SystemExit")])
-def test_an_error_of_the_environments_own_is_a_lost_sandbox(where, error, caplog):
+def test_an_error_of_the_environments_own_is_a_lost_sandbox(where, error):
     async def use(host):
         with pytest.raises(EnvironmentBroke, match=f"{where}: {error}: .*the kitchen is closed"):
             await begin(host)
-        assert "Traceback" in caplog.text
 
     with_host(stream(raise_on=where, error=error), use)
 
