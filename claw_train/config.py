@@ -56,7 +56,7 @@ class StreamConfig:
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     """Given to `gym.make` as they are; the environment checks them."""
     share: float = 1.0
-    """Share of the groups of a step; shares are normalised over the streams."""
+    """Chance that a group is of this stream; normalised over the streams. One step may hold more or fewer of it."""
     max_concurrent: int = 64
     """Episodes at once."""
     deadline_s: float = 120.0
