@@ -195,7 +195,12 @@ def arms(args: argparse.Namespace) -> Iterator[dict[str, Worker | Engine]]:
         running["generate"] = Worker(sys.executable, "generate", args, env)
         if args.vllm_python:
             cores = ",".join(str(c) for c in sorted(os.sched_getaffinity(0))[: args.threads])
-            running["vllm"] = Worker(args.vllm_python, "vllm", args, {**env, "VLLM_CPU_OMP_THREADS_BIND": cores})
+            running["vllm"] = Worker(
+                args.vllm_python,
+                "vllm",
+                args,
+                {**env, "VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "2"},
+            )
         yield running
     finally:
         for arm in running.values():
