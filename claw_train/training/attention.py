@@ -74,7 +74,7 @@ class _TreeAttention(torch.autograd.Function):
         for block in blocks:
             keys, values = (_take(x, block).repeat_interleave(groups, dim=0)[None] for x in (key, value))
             queries = query[None, :, block.start : block.end]
-            bias = block.bias.to(query.dtype)
+            bias = block.bias(query.dtype)
             output[:, block.start : block.end] = nn.functional.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=bias, scale=scale
             )[0]
@@ -95,7 +95,7 @@ class _TreeAttention(torch.autograd.Function):
             # query heads that share a key head become more queries of it: [K, H / K * Q, D]
             q, o, g = (x[:, at].reshape(heads, -1, x.shape[-1]) for x in (query, output, grad))
             k, v = _take(key, block), _take(value, block)
-            bias = block.bias.to(kinds["dtype"]).repeat(query.shape[0] // heads, 1)
+            bias = block.bias(kinds["dtype"]).repeat(query.shape[0] // heads, 1)
             p = torch.add(bias, q @ k.transpose(1, 2), alpha=ctx.scale).softmax(-1)
             inner = (g.to(kinds["dtype"]) * o).sum(-1, keepdim=True)
             ds = ((g @ v.transpose(1, 2)) - inner).mul_(p).mul_(ctx.scale).to(query.dtype)

@@ -14,7 +14,7 @@ ids that it does not share with its predecessor.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class Row:
     def to(self, device: torch.device) -> "Row":
         """The same on a device."""
         tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "blocks"}
-        return Row(**tensors, blocks=tuple(replace(block, bias=block.bias.to(device)) for block in self.blocks))
+        return Row(**tensors, blocks=tuple(block.to(device) for block in self.blocks))
 
 
 def flatten(samples: Sequence[Sample], current: Version) -> Tokens:

@@ -1,5 +1,7 @@
 """Rows share every prefix, stay within their bound and let a token see its own past only."""
 
+import tracemalloc
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ def dense_mask(row: Row) -> torch.Tensor:
     mask = torch.zeros(size, size, dtype=torch.bool)
     for block in row.blocks:
         columns = torch.cat([torch.arange(a, b) for a, b in block.keys])
-        mask[block.start : block.end, columns] = block.bias == 0
+        mask[block.start : block.end, columns] = block.bias(torch.float32) == 0
     return mask
 
 
@@ -64,6 +66,17 @@ def test_rows_stay_within_their_bound_and_lose_no_token(samples):
 def test_a_sample_longer_than_the_bound_gets_a_row_of_its_own():
     rows = pack([strand(range(50)), strand([99, 98])], 10)
     assert [len(row.ids) for row in rows] == [50, 2]
+
+
+def test_a_long_row_takes_memory_in_proportion_to_its_length():
+    parts = [strand(range(12_000)), strand([*range(11_000), 5, 6])]
+    tracemalloc.start()
+    (row,) = pack(parts, 20_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    stored = sum(block.until.nbytes for block in row.blocks)
+    # a byte for each pair would be 144 MB
+    assert peak + stored < 12e6
 
 
 def test_tokens_without_advantage_are_left_out_when_they_need_no_pass(samples):
