@@ -10,17 +10,18 @@ spoken to over HTTP, as in a run.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,12 @@ class Worker:
     def __init__(self, python: str, arm: str, args: argparse.Namespace, env: dict[str, str]) -> None:
         command = [python, __file__, "--serve", arm, "--model", args.model, "--batch", str(args.batch)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
+            start_new_session=True,
         )
         self._read()
 
@@ -129,10 +135,14 @@ class Worker:
         return float(self._read())
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process and what it started."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 class Engine:
@@ -183,7 +193,7 @@ class Engine:
         self._process.wait(timeout=60)
 
 
-@contextmanager
+@contextlib.contextmanager
 def arms(args: argparse.Namespace) -> Iterator[dict[str, Worker | Engine]]:
     """Every arm, loaded."""
     from claw_train.children import thread_env
