@@ -18,7 +18,7 @@ from claw_train.errors import EngineError
 from claw_train.serving.loading import Loader
 from claw_train.serving.priority import PriorityGate, Urgency
 from claw_train.serving.transport import Lost, Refused, Transient, Transport
-from claw_train.serving.versions import Route, ServedVersions
+from claw_train.serving.versions import Route, ServedVersions, served_name
 from claw_train.serving.wire import generate_body, read_completion, read_scores, score_body
 from claw_train.types import Completion, GenerateRequest, TokenScores, Version, WeightKind, WeightRef
 
@@ -30,6 +30,7 @@ _CONTROL_CONNECTIONS = 8
 _CONTROL_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 2.0
 _ABORT_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 10.0
 _BACKOFF_S = 0.25
 _MAX_BACKOFF_S = 5.0
 _DOWN_POLL_S = 0.25
@@ -149,7 +150,8 @@ class EngineClient:
         async with self._loading:
             if self._stock and ref.kind is WeightKind.FULL:
                 # ours key cached prefixes by version themselves, and refuse a field they do not know
-                self._cache_keys = not (await self.server_info()).engine.startswith("claw")
+                info = await self._persist(self.server_info, heal=False)
+                self._cache_keys = not info.engine.startswith("claw")
             self._versions.announce(ref)
             await self._persist(lambda: self._loader.load(ref), heal=False)
             self._versions.loaded(ref)
@@ -202,10 +204,13 @@ class EngineClient:
         await self._transport.call("POST", "/abort_request", {"abort_all": True}, timeout_s=_CONTROL_TIMEOUT_S)
 
     async def aclose(self) -> None:
-        """Closes connections; the server is not stopped."""
+        """Closes connections; the server is not stopped. One that outlives the run is relieved of its adapters."""
+        if self._stock:
+            for name in self._versions.sent():
+                self._spawn(self._loader.unload(name))
         pending = list(self._background)
         if pending:
-            _, late = await asyncio.wait(pending, timeout=_ABORT_TIMEOUT_S)
+            _, late = await asyncio.wait(pending, timeout=_CLOSE_TIMEOUT_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
@@ -258,6 +263,7 @@ class EngineClient:
                         raise EngineError(f"the engine is down: {error}") from error
                     await asyncio.sleep(_DOWN_POLL_S)
                     continue
+                down_since = None  # somebody listened: the next time nobody does is another outage
                 failures += 1
                 if failures > self._config.retries:
                     raise EngineError(f"failed {failures} times, last: {error}") from error
@@ -293,7 +299,7 @@ class EngineClient:
             if ref.version == self.newest:
                 raise
             logger.warning("engine goes on without %s: %s", ref.version, error)
-            self._versions.dropped(ref.version)
+            self._versions.dropped(ref)
 
     async def _get(self, path: str, old: str) -> dict[str, Any]:
         try:
@@ -309,9 +315,9 @@ class EngineClient:
 
     def _retire(self) -> None:
         """Unloads adapters that nobody uses any more, in the background."""
-        for version in self._versions.unused():
-            self._versions.dropped(version)
-            self._spawn(self._loader.unload(str(version)))
+        for ref in self._versions.unused():
+            self._versions.dropped(ref)
+            self._spawn(self._loader.unload(served_name(ref)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

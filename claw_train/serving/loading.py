@@ -1,7 +1,7 @@
 """Gives an engine server new weights without losing a request, and makes sure it took them.
 
-In: a `WeightRef`. Out: the server answers with these weights, or an `EngineError`. An adapter is added under the
-version's own name, so running requests end on theirs; full weights replace the old ones between two decode steps. Knows
+In: a `WeightRef`. Out: the server answers with these weights, or an `EngineError`. An adapter is added under a
+name of its own, so running requests end on theirs; full weights replace the old ones between two decode steps. Knows
 neither requests nor who uses which version.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from claw_train.errors import EngineError
 from claw_train.serving.transport import Lost, Refused, Transient, Transport
+from claw_train.serving.versions import served_name
 from claw_train.serving.wire import weight_name
 from claw_train.types import WeightKind, WeightRef
 
@@ -62,7 +63,7 @@ class Loader:
             Transient: no answer.
         """
         self._probes += 1
-        adapter = str(ref.version) if ref.kind is WeightKind.LORA else None
+        adapter = served_name(ref) if ref.kind is WeightKind.LORA else None
         body: dict[str, Any] = {
             "rid": f"probe/{ref.version}/{self._probes};",
             "input_ids": list(_PROBE_IDS),
@@ -75,7 +76,7 @@ class Loader:
             reply = await self._post("/generate", body)
         except Refused:
             return False
-        return weight_name(reply) == str(ref.version) or (adapter is not None and self._stock)
+        return weight_name(reply) == served_name(ref) or (adapter is not None and self._stock)
 
     async def unload(self, name: str) -> None:
         """Takes an adapter away; a failure costs the server some memory and is logged."""
@@ -85,12 +86,12 @@ class Loader:
             logger.warning("adapter %s stays loaded: %s", name, error)
 
     async def _load_adapter(self, ref: WeightRef) -> None:
-        name = str(ref.version)
+        name = served_name(ref)
         body = {"lora_name": name, "lora_path": ref.path, "pinned": False}
         try:
             reply = await self._post("/load_lora_adapter", body, timeout_s=_LOAD_TIMEOUT_S)
         except Refused as error:
-            # an earlier attempt whose answer was lost; a name never means two weights
+            # an earlier attempt whose answer was lost, or an earlier process of this run: no name means two weights
             if "already" not in str(error):
                 raise
             return
@@ -101,7 +102,7 @@ class Loader:
     async def _replace_weights(self, ref: WeightRef) -> None:
         body = {
             "model_path": ref.path,
-            "weight_version": str(ref.version),
+            "weight_version": served_name(ref),
             "flush_cache": False,
             "abort_all_requests": False,
         }

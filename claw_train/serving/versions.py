@@ -4,6 +4,7 @@ In: versions as they are loaded, names of weights as replies carry them. Out: ho
 of a token. Talks to no server.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,22 @@ from claw_train.types import Version, WeightKind, WeightRef
 KEPT_ADAPTERS = 2
 
 
+def served_name(ref: WeightRef) -> str:
+    """What these weights are called on a server, `main-0-1-3f9a0c12b4d7`.
+
+    A server may outlive runs and serve several: equal names are the same folder with the same content.
+    """
+    digest = hashlib.sha256(f"{ref.checksum} {ref.path}".encode()).hexdigest()
+    return f"{ref.version}-{digest[:12]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """How one request names its weights."""
 
     version: Version
     adapter: str | None
-    """LoRA adapter; None is the server's own weights."""
+    """The server's name of a LoRA adapter; None is the server's own weights."""
 
 
 class ServedVersions:
@@ -42,6 +52,8 @@ class ServedVersions:
         self._stock = stock
         self._adapters: dict[Version, WeightRef] = {}
         self._full: WeightRef | None = None
+        self._sent: dict[str, None] = {}
+        """Names of adapters that the server was given and not relieved of, in that order."""
         self._users: Counter[str] = Counter()
 
     def route(self, wanted: Version | None) -> Route:
@@ -52,7 +64,7 @@ class ServedVersions:
         """
         version = self.newest if wanted is None else wanted
         if version in self._adapters:
-            return Route(version, str(version))
+            return Route(version, served_name(self._adapters[version]))
         # every lineage begins with the same base weights
         if version == self._own or (version.step == 0 and self._own.step == 0):
             return Route(version, None)
@@ -88,16 +100,18 @@ class ServedVersions:
             self._users[name] -= 1
 
     def announce(self, ref: WeightRef) -> None:
-        """`ref` is about to be loaded: replies may name full weights from now on."""
+        """`ref` is about to be loaded: the server may hold it, and replies may name it, from now on."""
         if ref.kind is WeightKind.FULL:
-            self._names[str(ref.version)] = ref.version
+            self._names[served_name(ref)] = ref.version
+        else:
+            self._sent[served_name(ref)] = None
 
     def loaded(self, ref: WeightRef) -> None:
         """The server holds `ref`; it is the newest."""
+        self.announce(ref)
         if ref.kind is WeightKind.LORA:
             self._adapters[ref.version] = ref
         else:
-            self.announce(ref)
             self._full = ref
             self._own = ref.version
         self.newest = ref.version
@@ -105,15 +119,20 @@ class ServedVersions:
     def kept(self) -> list[WeightRef]:
         """What a server that lost everything must be given again, in this order."""
         unused = self.unused()
-        adapters = [ref for version, ref in self._adapters.items() if version not in unused]
+        adapters = [ref for ref in self._adapters.values() if ref not in unused]
         return ([self._full] if self._full is not None else []) + adapters
 
-    def unused(self) -> list[Version]:
+    def unused(self) -> list[WeightRef]:
         """Adapters older than those kept that no request uses."""
-        old = list(self._adapters)[:-KEPT_ADAPTERS]
-        return [v for v in old if not self._users[str(v)] and v != self.newest]
+        old = list(self._adapters.values())[:-KEPT_ADAPTERS]
+        return [ref for ref in old if not self._users[served_name(ref)] and ref.version != self.newest]
 
-    def dropped(self, version: Version) -> None:
+    def sent(self) -> list[str]:
+        """The server's names of all adapters it got from us and may still hold."""
+        return list(self._sent)
+
+    def dropped(self, ref: WeightRef) -> None:
         """No request is routed to this adapter any more."""
-        self._adapters.pop(version, None)
-        self._users.pop(str(version), None)
+        self._adapters.pop(ref.version, None)
+        self._users.pop(served_name(ref), None)
+        self._sent.pop(served_name(ref), None)

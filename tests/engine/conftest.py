@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.support import Reference, Server, make_model
+from tests.engine.scripted_support import ENGINES, make_script
+from tests.engine.scripted_support import Server as ClientServer
+from tests.engine.support import Reference, Server, make_adapter, make_model
+
+SCRIPT = [{"ids": list(range(40, 40 + n))} for n in (24, 30, 40)]
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +39,42 @@ def server(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 @pytest.fixture(scope="session")
 def reference(qwen3: Path) -> Reference:
     return Reference(qwen3)
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
+def engine(
+    request: pytest.FixtureRequest, qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ClientServer]:
+    """A server whose weights no test changes for good: every test loads versions of its own."""
+    tmp = tmp_path_factory.mktemp(request.param)
+    args = ("--script", str(make_script(tmp, *SCRIPT))) if request.param == "scripted" else ()
+    server = ClientServer(tmp, qwen3, *args, module=ENGINES[request.param])
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    tmp = tmp_path_factory.mktemp("adapters")
+    return [make_adapter(tmp / str(i), seed=i) for i in range(4)]
+
+
+@pytest.fixture
+def scripted(qwen3: Path, tmp_path: Path) -> Iterator["Scripted"]:
+    """Starts scripted servers with options of the test's own."""
+    started = Scripted(qwen3, tmp_path)
+    yield started
+    for server in started.servers:
+        if server.process.poll() is None:
+            server.close()
+
+
+class Scripted:
+    def __init__(self, model: Path, tmp: Path) -> None:
+        self._model, self._tmp = model, tmp
+        self.servers: list[ClientServer] = []
+
+    def __call__(self, *args: str, port: int = 0) -> ClientServer:
+        script = make_script(self._tmp, *SCRIPT)
+        self.servers.append(ClientServer(self._tmp, self._model, "--script", str(script), *args, port=port))
+        return self.servers[-1]

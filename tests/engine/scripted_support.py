@@ -23,6 +23,7 @@ T = TypeVar("T")
 KEY = "a-test-key"
 BASE = Version("main", 0, 0)
 PROMPT = (5, 9, 7, 31)
+ENGINES = {"scripted": "claw_train.engine.scripted", "embedded": "claw_train.engine"}
 
 
 class Server:
@@ -123,6 +124,11 @@ def adapter_ref(folder: Path, step: int) -> WeightRef:
 def full_ref(folder: Path, step: int) -> WeightRef:
     """The reference of a model folder."""
     return WeightRef(version=Version("main", 0, step), kind=WeightKind.FULL, path=str(folder), checksum="")
+
+
+def held(engine: Server, start: str) -> list[str]:
+    """Versions of the adapters on the server whose names begin with `start`."""
+    return [name.rsplit("-", 1)[0] for name in engine.info()["loaded_adapters"] if name.startswith(start)]
 
 
 async def until(condition: Callable[[], bool]) -> None:

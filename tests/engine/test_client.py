@@ -1,8 +1,6 @@
 """The client against real servers: one contract for both engines, and every mishap on the scripted one."""
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +10,7 @@ from claw_train.serving.transport import Transient, Transport
 from claw_train.types import Version
 from tests.engine.scripted_support import (
     BASE,
+    ENGINES,
     KEY,
     PROMPT,
     Server,
@@ -19,54 +18,11 @@ from tests.engine.scripted_support import (
     ask,
     config,
     full_ref,
-    make_script,
+    held,
     run,
     until,
 )
 from tests.engine.support import make_adapter
-
-ENGINES = {"scripted": "claw_train.engine.scripted", "embedded": "claw_train.engine"}
-
-
-@pytest.fixture(scope="module", params=list(ENGINES))
-def engine(request: pytest.FixtureRequest, qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose weights no test changes for good: every test loads versions of its own."""
-    tmp = tmp_path_factory.mktemp(request.param)
-    args = ("--script", str(make_script(tmp, *SCRIPT))) if request.param == "scripted" else ()
-    server = Server(tmp, qwen3, *args, module=ENGINES[request.param])
-    yield server
-    server.close()
-
-
-SCRIPT = [{"ids": list(range(40, 40 + n))} for n in (24, 30, 40)]
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    tmp = tmp_path_factory.mktemp("adapters")
-    return [make_adapter(tmp / str(i), seed=i) for i in range(4)]
-
-
-@pytest.fixture
-def scripted(qwen3: Path, tmp_path: Path) -> Iterator["Scripted"]:
-    """Starts scripted servers with options of the test's own."""
-    started = Scripted(qwen3, tmp_path)
-    yield started
-    for server in started.servers:
-        if server.process.poll() is None:
-            server.close()
-
-
-class Scripted:
-    def __init__(self, model: Path, tmp: Path) -> None:
-        self._model, self._tmp = model, tmp
-        self.servers: list[Server] = []
-
-    def __call__(self, *args: str, port: int = 0) -> Server:
-        script = make_script(self._tmp, *SCRIPT)
-        self.servers.append(Server(self._tmp, self._model, "--script", str(script), *args, port=port))
-        return self.servers[-1]
-
 
 # what every engine does
 
@@ -143,8 +99,7 @@ def test_older_adapters_are_unloaded(engine, adapters):
             await client.load_weights(adapter_ref(adapters[0], step))
 
     run(engine.url, work)
-    held = [name for name in engine.info()["loaded_adapters"] if name.startswith("main-0-12")]
-    assert held == ["main-0-122", "main-0-123"]
+    assert held(engine, "main-0-12") == ["main-0-122", "main-0-123"]
 
 
 def test_a_version_in_use_stays_until_its_last_request_ends(engine, adapters):
@@ -158,7 +113,7 @@ def test_a_version_in_use_stays_until_its_last_request_ends(engine, adapters):
             return await client.generate(ask(version=first))
 
     assert set(run(engine.url, work).versions) == {first}
-    assert str(first) not in engine.info()["loaded_adapters"]
+    assert str(first) not in held(engine, "main-0-13")
 
 
 def test_loading_a_version_again_changes_nothing(engine, adapters):
