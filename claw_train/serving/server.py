@@ -6,11 +6,13 @@ is not ours: it is neither started nor stopped.
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -44,21 +46,38 @@ def _script_args(config: EngineConfig) -> list[str]:
     return script + [text for fault in config.faults for text in ("--fault", fault)]
 
 
+def server_key(config: EngineConfig) -> str | None:
+    """The key of a server given by URL; None for one on this machine that needs none.
+
+    Raises:
+        ConfigError: no key for a server elsewhere, where anybody could answer and listen.
+    """
+    key = os.environ.get(config.api_key_env)
+    if key:
+        return key
+    host = urlsplit(config.url or "").hostname or ""
+    with contextlib.suppress(ValueError):
+        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
+            return None
+    raise ConfigError(
+        f"engine.url={config.url} is not on this machine: set the environment variable {config.api_key_env} "
+        "(engine.api_key_env) to its key"
+    )
+
+
 class EngineServer:
-    """One server; a context manager that leaves nothing behind."""
+    """One server; a context manager that leaves nothing behind.
+
+    Raises:
+        ConfigError: `server_key`.
+    """
 
     def __init__(self, launch: EngineLaunch) -> None:
         self._launch = launch
         self._child: Child | None = None
         self._port = launch.config.port
         self.restarts = 0
-        if launch.config.kind == "url":
-            key = os.environ.get(launch.config.api_key_env)
-            if key is None:
-                raise ConfigError(f"engine.api_key_env: set {launch.config.api_key_env} to the server's key")
-            self.key = key
-        else:
-            self.key = secrets.token_urlsafe(32)
+        self.key = server_key(launch.config) if launch.config.kind == "url" else secrets.token_urlsafe(32)
 
     @property
     def url(self) -> str:
@@ -83,6 +102,7 @@ class EngineServer:
 
     async def _start(self) -> None:
         launch, config = self._launch, self._launch.config
+        assert self.key is not None
         port_file = launch.work / "engine.port"
         port_file.unlink(missing_ok=True)
         args = {
@@ -119,7 +139,7 @@ class EngineServer:
             return False
         self._port = int(text)
         with contextlib.suppress(httpx.HTTPError):
-            async with httpx.AsyncClient(timeout=2.0) as client:
+            async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
                 return (await client.get(f"{self.url}/health")).status_code == 200
         return False
 
