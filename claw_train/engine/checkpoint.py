@@ -5,6 +5,7 @@ value fused into one product, gate and up into another, and the two halves of ev
 (see `model.py`: a rotation is then one complex product). It knows no request and no version.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -73,12 +74,13 @@ def interleave(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def load_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Reads and arranges all weights.
+    """Reads and arranges all weights. End tokens are not compared: a checkpoint lacks generation_config.json.
 
     Raises:
         ModelError: the folder is of another model, a tensor is missing or has the wrong shape.
     """
-    if (other := read_spec(folder)) != spec:
+    other = dataclasses.replace(read_spec(folder), eos_ids=spec.eos_ids)
+    if other != spec:
         differing = [f for f in spec.__dataclass_fields__ if getattr(other, f) != getattr(spec, f)]
         raise ModelError(f"{folder} holds another model: {', '.join(differing)} differ")
     with _Tensors(folder, dtype, device) as read:

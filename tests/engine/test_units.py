@@ -1,7 +1,9 @@
 """Parts of the engine that a server shows only indirectly: sampling, rows, kept prefixes, faults in a pass."""
 
 import dataclasses
+import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from claw_train.engine import scheduler as scheduler_module
+from claw_train.engine.checkpoint import load_weights
 from claw_train.engine.intake import Intake, QueueFullError
 from claw_train.engine.kv import KvStore
 from claw_train.engine.layout import choose_shared
@@ -329,3 +332,20 @@ def test_a_short_common_prefix_is_not_worth_sharing():
 def test_a_shared_prefix_is_never_the_whole_prompt():
     chosen = choose_shared([_asking(list(range(640))) for _ in range(8)])
     assert {length for _, length in chosen.values()} == {624}
+
+
+# ---- model folders
+
+
+def test_weights_without_a_generation_config_replace_those_that_have_one(qwen3, qwen3_later, tmp_path):
+    served = shutil.copytree(qwen3, tmp_path / "served")
+    (served / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 256]}))
+    bare = shutil.copytree(qwen3_later, tmp_path / "bare", ignore=shutil.ignore_patterns("generation_config.json"))
+    spec = read_spec(served)
+    assert spec.eos_ids > read_spec(bare).eos_ids
+    assert len(load_weights(bare, spec, torch.float32, torch.device("cpu")).layers) == spec.layers
+
+
+def test_weights_of_another_model_are_refused_by_what_differs(qwen3, llama):
+    with pytest.raises(ModelError, match=r"another model: .*kv_heads"):
+        load_weights(llama, read_spec(qwen3), torch.float32, torch.device("cpu"))
