@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_config(to_config(raw))
             return 0
         return _run(raw, args.overrides)
-    except KeyboardInterrupt:
-        _say("interrupted; the run folder is whole: continue with resume=RUN")
+    except KeyboardInterrupt as interrupt:
+        _say(str(interrupt) or "interrupted before the run began")
         return EXIT_INTERRUPTED
     except StoppedError as error:
         _say(" ".join(str(error).split()))

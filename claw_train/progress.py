@@ -23,7 +23,7 @@ class StepView:
     heldout: float | None
     """Latest held-out score; None before the first."""
     tokens_per_s: float
-    """Sampled tokens, training and evaluation together."""
+    """Sampled tokens of training episodes, on average since training began; evaluations are not counted."""
     staleness: float
     """Mean age of trained tokens, in versions."""
     queues: Mapping[str, int]

@@ -6,6 +6,7 @@ way.
 """
 
 import asyncio
+import io
 import json
 import random
 import statistics
@@ -18,7 +19,8 @@ from claw_train.codec import dump, load
 from claw_train.config import TrainConfig
 from claw_train.hosting.evaluate import Evaluation, Scores, TaskScore
 from claw_train.ledger import LedgerCounts
-from claw_train.run_folder import RunFolder, git_commit, processor, write_text
+from claw_train.run_folder import RunFolder, disk_errors, git_commit, processor, write_bytes, write_text
+from claw_train.types import Version
 
 _RESAMPLES = 2000
 _MEMORY_EVERY_S = 2.0
@@ -38,16 +40,22 @@ class Report:
     def _file(self, label: str) -> Path:
         return self._folder.path / "eval" / f"{label}.json"
 
-    def stored(self, label: str) -> Evaluation | None:
-        """An evaluation that an earlier process of this run finished; None when there is none."""
+    def stored(self, label: str, version: Version) -> Evaluation | None:
+        """An evaluation of `version` that an earlier process of this run finished; None when there is none."""
         file = self._file(label)
-        return load(Evaluation, file.read_bytes()) if file.is_file() else None
+        found = load(Evaluation, file.read_bytes()) if file.is_file() else None
+        return found if found is not None and found.is_of(version) else None
 
     def store(self, evaluation: Evaluation) -> None:
-        """Keeps an evaluation for a later process."""
+        """Keeps an evaluation for a later process.
+
+        Raises:
+            DiskError: it cannot be written.
+        """
         file = self._file(evaluation.label)
-        file.parent.mkdir(exist_ok=True)
-        write_text(file, dump(evaluation).decode())
+        with disk_errors(file):
+            file.parent.mkdir(mode=0o700, exist_ok=True)
+        write_bytes(file, dump(evaluation))
 
     async def watch_memory(self) -> None:
         """Follows the summed resident memory of this process and all its descendants until cancelled."""
@@ -73,7 +81,11 @@ class Report:
         swaps: Sequence[float],
         history: Sequence[Mapping[str, float]],
     ) -> None:
-        """Writes summary.json, curve.png and replies.md."""
+        """Writes summary.json, curve.png and replies.md.
+
+        Raises:
+            DiskError: one of them cannot be written.
+        """
         config = self._config
         steps = [row for row in history if "reward" in row]
         self._summary = {
@@ -94,7 +106,7 @@ class Report:
             "commit": git_commit(),
             "processor": processor(),
         }
-        write_text(self._folder.summary, json.dumps(self._summary, indent=2) + "\n")
+        write_text(self._folder.summary, json.dumps(self._summary, indent=2, allow_nan=False) + "\n")
         write_text(self._folder.path / "replies.md", replies_text(before.tasks, after.tasks))
         title = f"{config.model.name}, seed {config.seed}" + (
             ", shuffled reward" if config.reward == "shuffled" else ""
@@ -103,25 +115,30 @@ class Report:
 
     def lines(self) -> list[str]:
         """The summary in a few lines, for people."""
-        tasks, base = self._summary["heldout_tasks"], self._summary["base_arm"]
-        low, high = tasks["interval_95"]
+        tasks, families = self._summary["heldout_tasks"], self._summary["heldout_families"]
+        low, high = tasks["interval_95"] or (None, None)
         return [
-            f"held-out tasks     {tasks['before']:.2f} -> {tasks['after']:.2f}  "
-            f"(difference {tasks['difference'] or 0:+.2f}, 95% interval {low:+.2f} to {high:+.2f}; "
-            f"{tasks['tasks']} tasks)",
-            f"  among parsable   {tasks['among_parsable']['before']:.2f} -> {tasks['among_parsable']['after']:.2f}  "
-            f"(their share {tasks['parse_share']['before']:.2f} -> {tasks['parse_share']['after']:.2f})",
-            f"held-out families  {self._summary['heldout_families']['before']:.2f} -> "
-            f"{self._summary['heldout_families']['after']:.2f}",
-            f"base weights again {base['after']:.2f}",
+            f"held-out tasks     {_change(tasks)}  (difference {_shown(tasks['difference'], '+.2f')}, "
+            f"95% interval {_shown(low, '+.2f')} to {_shown(high, '+.2f')}; {tasks['tasks']} tasks)",
+            f"  among parsable   {_change(tasks['among_parsable'])}  (their share {_change(tasks['parse_share'])})",
+            f"held-out families  {_change(families)}",
+            f"base weights again {_shown(self._summary['base_arm']['after'])}",
             f"summary, curve and replies: {self._folder.path}",
         ]
 
 
-def bootstrap_interval(values: Sequence[float], *, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean; (nan, nan) of nothing."""
+def _shown(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _change(row: Mapping[str, Any]) -> str:
+    return f"{_shown(row['before'])} -> {_shown(row['after'])}"
+
+
+def bootstrap_interval(values: Sequence[float], *, seed: int = 0, level: float = 0.95) -> tuple[float, float] | None:
+    """Percentile bootstrap interval of the mean; None of nothing."""
     if not values:
-        return float("nan"), float("nan")
+        return None
     rng = random.Random(seed)
     means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     tail = (1 - level) / 2
@@ -135,29 +152,30 @@ def paired(before: Scores, after: Scores) -> list[tuple[TaskScore, TaskScore]]:
 
 
 def compare(before: Scores, after: Scores) -> dict[str, Any]:
-    """Mean before and after, the paired difference with its interval, and the same among parsable replies."""
+    """Means before and after, the paired difference with its interval, and the same among parsable replies.
+
+    All of them over the tasks that both evaluations could grade; None where there is nothing to take a mean of.
+    """
     pairs = paired(before, after)
+    sides = {"before": [b for b, _ in pairs], "after": [a for _, a in pairs]}
     differences = [(a.outcome or 0.0) - (b.outcome or 0.0) for b, a in pairs]
-    low, high = bootstrap_interval(differences)
+    interval = bootstrap_interval(differences)
     return {
         "tasks": len(pairs),
         "ungraded": len(before.rows) - len(pairs),
-        "before": _round(before.mean),
-        "after": _round(after.mean),
-        "difference": _round(statistics.fmean(differences)) if differences else None,
-        "interval_95": [_round(low), _round(high)],
-        "parse_share": {"before": _round(before.parse_share), "after": _round(after.parse_share)},
+        **{side: _mean([row.outcome or 0.0 for row in rows]) for side, rows in sides.items()},
+        "difference": _mean(differences),
+        "interval_95": None if interval is None else [_round(bound) for bound in interval],
+        "parse_share": {side: _mean([float(row.parsable) for row in rows]) for side, rows in sides.items()},
         "among_parsable": {
-            "before": _round(_success_if_parsable(before)),
-            "after": _round(_success_if_parsable(after)),
+            side: _mean([row.outcome or 0.0 for row in rows if row.parsable]) for side, rows in sides.items()
         },
         "by_family": {name: [_round(b), _round(a)] for name, (b, a) in _by_family(pairs).items()},
     }
 
 
-def _success_if_parsable(scores: Scores) -> float:
-    values = [row.outcome for row in scores.rows if row.outcome is not None and row.parsable]
-    return statistics.fmean(values) if values else 0.0
+def _mean(values: Sequence[float]) -> float | None:
+    return _round(statistics.fmean(values)) if values else None
 
 
 def _by_family(pairs: Sequence[tuple[TaskScore, TaskScore]]) -> dict[str, tuple[float, float]]:
@@ -180,7 +198,7 @@ def replies_text(before: Scores, after: Scores, *, most: int = 12) -> str:
     for b, a in paired(before, after)[:most]:
         lines += [f"## {b.task_id}", "", b.instruction, ""]
         for name, row in (("before", b), ("after", a)):
-            lines.append(f"**{name}** (outcome {row.outcome:.0f})")
+            lines.append(f"**{name}** (outcome {row.outcome:.2g})")
             for reply in row.replies:
                 lines += ["", *("    " + line for line in reply.splitlines() or [""])]
             lines.append("")
@@ -207,5 +225,7 @@ def draw_curve(path: Path, history: Sequence[Mapping[str, float]], *, title: str
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
     pyplot.close(figure)
+    write_bytes(path, picture.getvalue())

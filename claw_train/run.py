@@ -9,14 +9,14 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from claw_train.children import cores
 from claw_train.config import TrainConfig, to_config
-from claw_train.errors import ClawTrainError, ConfigError, DiskError, StoppedError, first_error
+from claw_train.errors import ClawTrainError, ConfigError, DiskError, EngineError, StoppedError, first_error
 from claw_train.hosting.evaluate import Evaluation
 from claw_train.hosting.pool import HostPool
 from claw_train.ledger import Ledger, Recovery
@@ -27,7 +27,7 @@ from claw_train.orchestrator import POLICY, Orchestrator
 from claw_train.preflight import Preflight
 from claw_train.progress import Progress, StepView, open_progress
 from claw_train.report import Report
-from claw_train.run_folder import RunFolder
+from claw_train.run_folder import RunFolder, disk_errors
 from claw_train.serving.client import EngineClient
 from claw_train.serving.server import EngineServer
 from claw_train.training.folders import latest_checkpoint
@@ -36,7 +36,12 @@ from claw_train.types import StepReport, Version, WeightKind
 
 logger = logging.getLogger(__name__)
 
+A = TypeVar("A")
+B = TypeVar("B")
+
 _RECORDS_EVERY_S = 2.0
+_HEALTH_PAUSES_S = (0.5, 1.0)
+"""Between the tries to find the engine at the start."""
 
 
 async def follow(writer: RecordWriter, *, every_s: float) -> None:
@@ -51,6 +56,40 @@ async def follow(writer: RecordWriter, *, every_s: float) -> None:
         await asyncio.wait({round_})  # a thread cannot be cancelled, and the writer serves one at a time
         writer.catch_up()
         writer.close()
+
+
+async def both(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:
+    """The results of both; when one fails, the other is cancelled and has ended before the error is seen.
+
+    Raises:
+        ExceptionGroup: of what they raised.
+    """
+    async with asyncio.TaskGroup() as group:
+        tasks = group.create_task(first), group.create_task(second)
+    return tasks[0].result(), tasks[1].result()
+
+
+async def check_engine(engine: EngineClient, config: TrainConfig) -> None:
+    """Makes sure, before anything is played, that the engine answers and that its context is long enough.
+
+    Raises:
+        EngineError: it does not answer.
+        ConfigError: a server that was given by URL holds fewer tokens than `model.context`.
+    """
+    where = config.engine.url or "the engine server"
+    for pause_s in (*_HEALTH_PAUSES_S, None):  # a busy machine may miss a first short limit
+        if await engine.health():
+            break
+        if pause_s is None:
+            raise EngineError(f"{where} does not answer /health: check that it runs and that engine.url is right")
+        await asyncio.sleep(pause_s)
+    if config.engine.kind == "url":
+        context = (await engine.server_info()).context
+        if context is not None and context < config.model.context:
+            raise ConfigError(
+                f"model.context={config.model.context} is more than the {context} tokens of {where}: "
+                "start it with a longer context or lower model.context"
+            )
 
 
 class Run:
@@ -84,14 +123,13 @@ class Run:
             trainer = RemoteTrainer(self._preflight.trainer_spec(self._folder.path), threads=threads)
             stack.push_async_callback(trainer.aclose)
             self._server = EngineServer(self._preflight.engine_launch(self._base, self._folder.logs, threads))
-            _, started = await asyncio.gather(
-                stack.enter_async_context(self._server), trainer.start(checkpoint.path if checkpoint else None)
+            self._engine, started = await both(
+                self._start_engine(stack), trainer.start(checkpoint.path if checkpoint else None)
             )
-            self._engine = EngineClient(self._server.url, self._server.key, config.engine, base=self._base)
-            stack.push_async_callback(self._engine.aclose)
             pools = {s.name: HostPool(s) for s in config.streams}
             for pool in pools.values():
                 stack.push_async_callback(pool.close)
+            self._folder.write_config(config)
             self._folder.write_manifest({**self._preflight.facts(), "first_step": self._first})
             self._metrics = MetricsLog(self._folder.metrics, self._folder.tensorboard, from_step=self._first - 1)
             stack.callback(self._metrics.close)
@@ -112,6 +150,14 @@ class Run:
             if started.weights is not None:  # before any episode begins, or its first tokens would be too old
                 await self._loops.swapping.serve(started.weights)
             await self._work(recovery)
+
+    async def _start_engine(self, stack: AsyncExitStack) -> EngineClient:
+        """Starts the server and its client, which `stack` ends, and checks them."""
+        await stack.enter_async_context(self._server)
+        engine = EngineClient(self._server.url, self._server.key, self._config.engine, base=self._base)
+        stack.push_async_callback(engine.aclose)
+        await check_engine(engine, self._config)
+        return engine
 
     async def _work(self, recovery: Recovery) -> None:
         """Evaluates, trains, evaluates again, beside the services that a run needs throughout."""
@@ -156,8 +202,8 @@ class Run:
         await follow(writer, every_s=_RECORDS_EVERY_S)
 
     async def _evaluate(self, label: str, version: Version) -> Evaluation:
-        """Held-out tasks and held-out families, or what an earlier process of this run already measured."""
-        done = self._report.stored(label)
+        """Held-out tasks and held-out families, or what an earlier process measured with the same weights."""
+        done = self._report.stored(label, version)
         if done is not None:
             self._heldout = done.tasks.mean
             return done
@@ -172,7 +218,7 @@ class Run:
         if label != "base-again":
             self._heldout = evaluation.tasks.mean
             figures = {"heldout": evaluation.tasks.mean, "heldout_families": evaluation.families.mean}
-            self._metrics.write(version.step, figures)
+            self._metrics.write(version.step, _measured(figures))
         return evaluation
 
     async def _evaluate_between(self) -> None:
@@ -191,7 +237,8 @@ class Run:
                 )
             self._heldout = scores.mean
             step = newest.version.step
-            self._metrics.write(step, {"heldout": scores.mean, "heldout_parse_share": scores.parse_share})
+            figures = {"heldout": scores.mean, "heldout_parse_share": scores.parse_share}
+            self._metrics.write(step, _measured(figures))
             due = max(due, step // settings.every_steps * settings.every_steps) + settings.every_steps
 
     def _on_step(self, report: StepReport, figures: Mapping[str, float]) -> None:
@@ -205,7 +252,7 @@ class Run:
                 reward=figures["reward"],
                 heldout=self._heldout,
                 tokens_per_s=figures["tokens_per_s"],
-                staleness=figures["staleness_mean"],
+                staleness=figures["token_age_mean"],
                 queues=self._loops.queues,
                 elapsed_s=now - self._began,
                 left_s=per_step * (steps - report.step),
@@ -213,12 +260,16 @@ class Run:
         )
 
 
+def _measured(figures: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if value is not None}
+
+
 def launch(raw: Mapping[str, Any], overrides: Sequence[str]) -> int:
     """Runs what a composed configuration describes, new or resumed; returns the exit code.
 
     Raises:
         ClawTrainError: named in `errors`; those at start left nothing running and nothing half-written.
-        KeyboardInterrupt: the run was interrupted or terminated; its folder is whole.
+        KeyboardInterrupt: the run was interrupted or terminated; says what is left of it, and its folder is whole.
     """
     resume = raw.get("resume")
     if resume is not None:
@@ -228,8 +279,11 @@ def launch(raw: Mapping[str, Any], overrides: Sequence[str]) -> int:
         config = to_config(raw)
         preflight = Preflight.check(config)
         folder = RunFolder.create(config)
-    setup_logging(file=folder.logs / "claw-train.log")
+    logging.raiseExceptions = False  # a line that finds no room on the disk must not become a traceback
     try:
+        with disk_errors(folder.logs):
+            folder.logs.mkdir(mode=0o700, exist_ok=True)
+            setup_logging(file=folder.logs / "claw-train.log")
         ledger = Ledger.open(folder.path, create=resume is None)
     except DiskError:
         if resume is None:
@@ -239,8 +293,13 @@ def launch(raw: Mapping[str, Any], overrides: Sequence[str]) -> int:
     run = Run(config, folder, ledger, preflight, progress)
     try:
         asyncio.run(_supervised(run))
-    except asyncio.CancelledError:  # SIGTERM
-        raise KeyboardInterrupt from None
+    except (KeyboardInterrupt, asyncio.CancelledError):  # the latter is SIGTERM
+        kept = run.begun or resume is not None
+        raise KeyboardInterrupt(
+            f"interrupted; the run folder is whole: continue with resume={folder.path}"
+            if kept
+            else "interrupted before the run began: nothing of it is kept but its logs"
+        ) from None
     except (ClawTrainError, BaseExceptionGroup) as error:
         cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
         if not isinstance(cause, ClawTrainError):
@@ -265,7 +324,10 @@ async def _supervised(run: Run) -> None:
 
 
 def _resume_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """What may change on resume: how long, and how it is watched; never what is learned from what."""
+    """What may change on resume: how long, and how it is watched; never what is learned from what.
+
+    `RunFolder.reopen` refuses what of these has to stay.
+    """
     from omegaconf import OmegaConf
 
     free = ("trainer.steps=", "eval.", "engine.", "guards.")

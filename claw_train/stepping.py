@@ -77,12 +77,12 @@ class Stepping:
             figures = {
                 **report.metrics,
                 "reward": (assembled.mean_outcome + 1) / 2,
-                "loss_tokens": float(assembled.batch.num_loss_tokens),
+                "batch_tokens": float(assembled.batch.num_loss_tokens),
                 "samples": float(len(assembled.batch.samples)),
-                "staleness_mean": statistics.fmean(ages) if ages else 0.0,
-                "staleness_max": float(max(ages, default=0)),
+                "token_age_mean": statistics.fmean(ages) if ages else 0.0,
+                "token_age_max": float(max(ages, default=0)),
                 "wait_s": started - waited,
-                "step_s": time.monotonic() - started,
+                "round_trip_s": time.monotonic() - started,
             }
             await self._ledger.consume(step, report.checkpoint or "", metrics=figures)
             self._weights.put(report.weights, assembled.group_ids)

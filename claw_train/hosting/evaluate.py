@@ -1,7 +1,7 @@
 """Held-out scores: the same tasks before, during and after training, played with named weights.
 
 Evaluation turns are recorded (kind `eval`) and never train. A task whose world failed is counted apart and left out of
-every mean; both halves of a comparison then lack it.
+every mean; both halves of a comparison then lack it. When most have failed there is no score at all.
 """
 
 import asyncio
@@ -9,11 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from claw_train.config import StreamConfig
+from claw_train.errors import GuardError
 from claw_train.hosting.episode import Episode, EpisodeSpec, derive_seed
 from claw_train.hosting.pool import HostPool
 from claw_train.ledger import Ledger
 from claw_train.protocols import Engine, Renderer
 from claw_train.types import RewardStatus, Sampling, Trajectory, Turn, TurnKind, Version
+
+_LEAST_VALID_SHARE = 0.5
+"""Of the tasks of an evaluation; below it what is left says little of the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +43,31 @@ class Scores:
     rows: tuple[TaskScore, ...]
 
     @property
-    def mean(self) -> float:
-        """Mean outcome over tasks whose world held; 0.0 when there is none."""
+    def mean(self) -> float | None:
+        """Mean outcome over tasks whose world held; None when there is none."""
         valid = [row.outcome for row in self.rows if row.outcome is not None]
-        return sum(valid) / len(valid) if valid else 0.0
+        return sum(valid) / len(valid) if valid else None
 
     @property
-    def parse_share(self) -> float:
-        """Share of parsable first replies."""
+    def parse_share(self) -> float | None:
+        """Share of parsable first replies over the same tasks; None when there is none."""
         valid = [row.parsable for row in self.rows if row.outcome is not None]
-        return sum(valid) / len(valid) if valid else 0.0
+        return sum(valid) / len(valid) if valid else None
+
+    def check(self, label: str) -> "Scores":
+        """Itself.
+
+        Raises:
+            GuardError: fewer than half of the tasks have an outcome.
+        """
+        valid = sum(row.outcome is not None for row in self.rows)
+        if valid < _LEAST_VALID_SHARE * len(self.rows):
+            raise GuardError(
+                f"held-out evaluation {label}, split {self.split}: {valid} of {len(self.rows)} tasks "
+                f"({valid / len(self.rows):.0%}) have an outcome, at least {_LEAST_VALID_SHARE:.0%} are needed; the "
+                "others were lost to the world, the engine or a full context, see the logs"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +79,10 @@ class Evaluation:
     """Trained families, unseen tasks."""
     families: Scores
     """Families never trained on."""
+
+    def is_of(self, version: Version) -> bool:
+        """Whether it was played with the weights of `version`, all of it."""
+        return self.tasks.version == self.families.version == str(version)
 
 
 class _EvalSink:
@@ -115,10 +138,14 @@ class Evaluator:
         """Plays tasks 0 to `num_tasks - 1` of a split with `version`'s weights; the run's seed does not choose them.
 
         `label` separates the sampling of one evaluation from another's.
+
+        Raises:
+            GuardError: fewer than half of the tasks could be graded.
         """
         self._attempt += 1
         jobs = [self._task(i, split, version, label) for i in range(num_tasks)]
-        return Scores(split=split, version=str(version or "newest"), rows=tuple(await asyncio.gather(*jobs)))
+        rows = tuple(await asyncio.gather(*jobs))
+        return Scores(split=split, version=str(version or "newest"), rows=rows).check(label)
 
     async def _task(self, i: int, split: str, version: Version | None, label: str) -> TaskScore:
         stream = self._streams[i % len(self._streams)]

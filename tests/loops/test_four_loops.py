@@ -154,7 +154,7 @@ def test_no_deadlock_and_no_token_older_than_allowed(tmp_path, max_staleness):
 
 def test_asynchronous_training_really_uses_older_tokens(tmp_path):
     _, _, figures, _, _ = run_loops(config(1), tmp_path)
-    assert max(row["staleness_max"] for row in figures) == 1.0
+    assert max(row["token_age_max"] for row in figures) == 1.0
 
 
 def test_weights_are_served_in_order_and_the_last_ones_at_the_end(tmp_path):

@@ -27,10 +27,12 @@ class Journal:
 
     async def step(self, batch):
         self.events.append(f"step {batch.step}")
-        return StepReport(step=batch.step, weights=ref(batch.step), checkpoint=f"/c/{batch.step}")
+        metrics = {"step_s": 1.5, "staleness_max": 7.0, "staleness_mean": 6.0, "loss_tokens": 5.0}
+        return StepReport(step=batch.step, weights=ref(batch.step), checkpoint=f"/c/{batch.step}", metrics=metrics)
 
     async def consume(self, step, checkpoint, metrics=None):
         self.events.append(f"consume {step}")
+        self.figures = metrics
 
     async def load_weights(self, weights):
         self.events.append(f"load {weights.version.step}")
@@ -63,6 +65,21 @@ def test_the_ledger_hears_of_a_step_before_its_weights_are_published():
         await stepping(journal, batches, weights).run(first=1, last=1)
         assert journal.events == ["step 1", "consume 1", "report 1"]
         assert (await weights.get())[0] == ref(1)
+
+    asyncio.run(main())
+
+
+def test_the_trainers_own_figures_are_kept_beside_ours():
+    async def main():
+        journal, batches = Journal(), asyncio.Queue()
+        await batches.put(batch(3, version=Version("main", 0, 1)))
+        await stepping(journal, batches, WeightsChannel(), max_staleness=1).run(first=3, last=3)
+        trainers = {
+            name: journal.figures[name] for name in ("step_s", "staleness_max", "staleness_mean", "loss_tokens")
+        }
+        assert trainers == {"step_s": 1.5, "staleness_max": 7.0, "staleness_mean": 6.0, "loss_tokens": 5.0}
+        assert journal.figures["token_age_max"] == journal.figures["token_age_mean"] == 1.0
+        assert journal.figures["batch_tokens"] == batch(3, version=Version("main", 0, 1)).batch.num_loss_tokens
 
     asyncio.run(main())
 
