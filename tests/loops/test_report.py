@@ -1,20 +1,27 @@
 """Reports: paired differences, intervals, and files a person can read."""
 
+import asyncio
 import errno
 import json
+import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from claw_train.errors import DiskError, GuardError
 from claw_train.hosting.evaluate import Evaluation, Scores, TaskScore
-from claw_train.ledger import LedgerCounts
+from claw_train.hosting.pool import HostPool
+from claw_train.ledger import Ledger, LedgerCounts
 from claw_train.metrics import MetricsLog, read_metrics
+from claw_train.orchestrator import Orchestrator
 from claw_train.progress import StepView, clock, describe, sparkline
 from claw_train.report import Report, bootstrap_interval, compare, draw_curve, replies_text
 from claw_train.run_folder import RunFolder, open_private
 from claw_train.types import Version
 
+from .test_episode import LetterRenderer
+from .test_four_loops import Counting, Moody, Straggler
 from .test_four_loops import config as loops_config
 
 
@@ -65,6 +72,34 @@ def test_a_comparison_of_nothing_is_null():
 def test_an_evaluation_that_mostly_failed_is_no_score(outcomes):
     with pytest.raises(GuardError, match=rf"{len(outcomes) - 2} of {len(outcomes)} tasks \((0|33)%\)"):
         scores(*outcomes).check("before")
+
+
+@pytest.mark.parametrize(("failing", "fails"), [(1.0, True), (0.0, False)])
+def test_an_engine_that_is_down_gives_no_score(tmp_path, failing, fails):
+    settings = config()
+    pools = {s.name: HostPool(s) for s in settings.streams}
+
+    async def main():
+        async with Ledger.open(tmp_path, create=True) as ledger:
+            loops = Orchestrator(
+                settings,
+                ledger=ledger,
+                engine=Straggler(random.Random(0), failing),
+                trainer=Counting(),
+                renderer=LetterRenderer(),
+                judge=Moody(random.Random(0), 0.0),
+                pools=pools,
+                first_step=1,
+                on_step=lambda report, row: None,
+            )
+            try:
+                return await loops.evaluator.score(split="eval", num_tasks=4, version=None, label="before")
+            finally:
+                for pool in pools.values():
+                    await pool.close()
+
+    with pytest.raises(GuardError, match="evaluation before, split eval: 0 of 4") if fails else nullcontext():
+        assert len(asyncio.run(main()).rows) == 4
 
 
 @pytest.mark.parametrize("outcomes", [(), (None, 1.0)])
