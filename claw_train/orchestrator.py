@@ -101,6 +101,7 @@ class Orchestrator:
             "sampling": Sampling(
                 temperature=config.sampling.temperature, max_new_tokens=config.sampling.max_new_tokens
             ),
+            "context": min(config.model.context, config.engine.max_total_tokens),
             "seed": config.seed,
             "policy": POLICY,
         }
@@ -165,5 +166,6 @@ class Orchestrator:
         """Adds what only the loops know."""
         depths = {f"queue_{name}": float(n) for name, n in self.queues.items()}
         drops = {f"drop_{reason}": float(n) for reason, n in self._assembling.drops.items()}
+        episodes = {"out_of_context": float(self._hosting.out_of_context)}
         tokens_per_s = self._sink.num_tokens / (time.monotonic() - self._since)
-        self._on_step(report, {**figures, **depths, **drops, "tokens_per_s": tokens_per_s})
+        self._on_step(report, {**figures, **depths, **drops, **episodes, "tokens_per_s": tokens_per_s})

@@ -1,7 +1,8 @@
 """One episode: prompt, reply, next state, until the environment ends it.
 
 In: an environment host, an engine, a renderer. Out: every turn to a `Sink` as soon as it is known, and the trajectory
-at the end. A failure of the world or the engine becomes an invalid trajectory; it never raises and never scores 0.
+at the end. A failure of the world or the engine becomes an invalid trajectory; it never raises and never scores 0. An
+episode that outgrows the model's context ends truncated and ungraded: neither the world nor the engine failed.
 Knows nothing of rewards, judges or training.
 """
 
@@ -72,6 +73,8 @@ class EpisodeSpec:
     sampling_seed: int
     """Differs between members; with the same weights it reproduces the replies."""
     sampling: Sampling
+    context: int
+    """Tokens that a prompt and its reply may have together; an episode that needs more is cut without a grade."""
     version: Version | None = None
     """Weights to use; None is the newest at each turn."""
 
@@ -131,6 +134,9 @@ class Episode:
             return self._invalid(TrajectoryStatus.INFRA_ERROR, start.failure_kind or "reset failed")
         prompt_ids = self._renderer.start(opening_messages(start))
         while True:
+            need = len(prompt_ids) + spec.sampling.max_new_tokens
+            if need > spec.context:
+                return self._out_of_context(need)
             turn = await self._ask(prompt_ids)
             if turn.status in (TurnStatus.ENGINE_ERROR, TurnStatus.ABORTED):
                 await self._lose(turn)
@@ -199,6 +205,13 @@ class Episode:
         return self._trajectory(
             status, Reward(value=None, status=RewardStatus.INFRA_ERROR, source="env", reason=reason)
         )
+
+    def _out_of_context(self, need: int) -> Trajectory:
+        """The environment grades only at an end of its own, so nothing is known of what was achieved."""
+        reason = f"out of context: prompt and reply need {need} tokens of {self._spec.context}"
+        logger.info("session %s: %s", self._spec.session, reason)
+        ungraded = Reward(value=None, status=RewardStatus.UNGRADED, source="env", reason=reason)
+        return self._trajectory(TrajectoryStatus.TRUNCATED, ungraded)
 
     def _trajectory(self, status: TrajectoryStatus, outcome: Reward) -> Trajectory:
         return Trajectory(

@@ -27,7 +27,7 @@ class TaskScore:
     task_id: str
     instruction: str
     outcome: float | None
-    """Verified, in [0, 1]; None when the world failed."""
+    """Verified, in [0, 1]; None when the world failed or the context ran out."""
     parsable: bool
     """The first reply held an action the environment could carry out."""
     replies: tuple[str, ...]
@@ -119,6 +119,7 @@ class Evaluator:
         renderer: Renderer,
         ledger: Ledger,
         sampling: Sampling,
+        context: int,
         seed: int,
         policy: str,
         incarnation: int,
@@ -130,6 +131,7 @@ class Evaluator:
         self._renderer = renderer
         self._ledger = ledger
         self._sampling = sampling
+        self._context = context
         self._seed = seed
         self._policy = policy
         self._attempt = incarnation * 1000
@@ -161,6 +163,7 @@ class Evaluator:
             env_seed=derive_seed("eval", split, i),
             sampling_seed=derive_seed(self._seed, "eval", label, split, i),
             sampling=self._sampling,
+            context=self._context,
             version=version,
         )
         async with self._pools[stream.name].host() as host:

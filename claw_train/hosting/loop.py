@@ -14,7 +14,7 @@ from claw_train.hosting.pool import HostPool
 from claw_train.ledger import DropReason, GroupRecord, Ledger
 from claw_train.protocols import Engine, Renderer
 from claw_train.slots import SlotBudget
-from claw_train.types import Sampling, ScoredTurn, Trajectory, Turn, TurnKind, TurnStatus
+from claw_train.types import RewardStatus, Sampling, ScoredTurn, Trajectory, Turn, TurnKind, TurnStatus
 
 _LOST = {TurnStatus.ENGINE_ERROR: DropReason.ENGINE_ERROR, TurnStatus.ABORTED: DropReason.ABORTED}
 
@@ -90,6 +90,7 @@ class Hosting:
         slots: SlotBudget,
         sink: TrainSink,
         sampling: Sampling,
+        context: int,
         seed: int,
         policy: str,
         on_group_start: Callable[[GroupRecord], None],
@@ -101,11 +102,14 @@ class Hosting:
         self._slots = slots
         self._sink = sink
         self._sampling = sampling
+        self._context = context
         self._seed = seed
         self._policy = policy
         self._on_group_start = on_group_start
         self.episodes = 0
         """Episodes ended since the start."""
+        self.out_of_context = 0
+        """Those of them that were cut, ungraded, because they outgrew the context."""
 
     async def run(self, *, reissue: Sequence[GroupRecord], fresh: Iterator[GroupRecord]) -> None:
         """Plays groups until cancelled: first `reissue` (already in the ledger), then `fresh` ones."""
@@ -134,7 +138,9 @@ class Hosting:
             env_seed=record.seed,
             sampling_seed=derive_seed(self._seed, "sampling", record.index, member),
             sampling=self._sampling,
+            context=self._context,
         )
         async with self._pools[record.stream].host() as host:
-            await Episode(spec, self._engine, self._renderer, self._sink).run(host)
+            trajectory = await Episode(spec, self._engine, self._renderer, self._sink).run(host)
         self.episodes += 1
+        self.out_of_context += trajectory.outcome.status is RewardStatus.UNGRADED

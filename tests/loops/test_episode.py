@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from claw_train.config import StreamConfig
-from claw_train.errors import EngineError
+from claw_train.assembling.guards import FailureGuards
+from claw_train.config import GuardConfig, StreamConfig
+from claw_train.errors import EngineError, GuardError
 from claw_train.hosting.episode import Episode, EpisodeSpec, derive_seed, turn_status
 from claw_train.hosting.host import EnvHost
 from claw_train.hosting.loop import group_stream, new_groups
@@ -84,6 +85,7 @@ def spec(**changes):
         "env_seed": 5,
         "sampling_seed": 9,
         "sampling": Sampling(temperature=0.7, max_new_tokens=8),
+        "context": 1000,
     }
     return EpisodeSpec(**{**fields, **changes})
 
@@ -144,6 +146,30 @@ def test_an_engine_failure_ends_the_episode_and_keeps_the_earlier_turns():
     assert trajectory.outcome.value is None
     assert [t.index for t in trajectory.turn_ids] == [0]
     assert [t.status for t in sink.lost_turns] == [TurnStatus.ENGINE_ERROR]
+
+
+@pytest.mark.parametrize(("room", "turns"), [(0, 1), (-1, 0), (10**6, 2)])
+def test_an_episode_that_outgrows_the_context_is_truncated_and_ungraded(room, turns):
+    first = len("Say something.Task 000: go on.")
+    trajectory, sink = play(SpelledEngine("ab"), context=first + 8 + room)
+    assert len(sink.bound_turns) == len(trajectory.turn_ids) == turns
+    assert sink.lost_turns == []
+    if turns < 2:
+        assert trajectory.status is TrajectoryStatus.TRUNCATED
+        assert trajectory.outcome.status is RewardStatus.UNGRADED
+        assert f"of {first + 8 + room}" in trajectory.outcome.reason
+    else:
+        assert trajectory.outcome.value == 1.0
+
+
+def test_an_episode_out_of_context_is_no_failure_of_the_engine():
+    guards = FailureGuards(GuardConfig(engine_failures=1))
+    cut, _ = play(SpelledEngine("ab"), context=10)
+    failed, _ = play(SpelledEngine("ab", error_at=0))
+    for trajectory in (cut, cut, failed):
+        guards.see_trajectory(trajectory)
+    with pytest.raises(GuardError, match="engine failed"):
+        guards.see_trajectory(failed)
 
 
 def test_an_aborted_reply_is_lost():
