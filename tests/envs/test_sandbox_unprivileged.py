@@ -53,7 +53,7 @@ def report():
         pytest.skip("every other test runs as a plain user here already")
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv is missing")
-    folder = Path(tempfile.mkdtemp(prefix="claw-test-"))
+    folder = Path(tempfile.mkdtemp(prefix="claw-test-", dir="/tmp"))  # TMPDIR may be closed to other users
     try:
         folder.chmod(0o755)
         shutil.copytree(
