@@ -1,14 +1,17 @@
-"""Checkpoint and weight folders of a run: names, durable writing, finding, pruning. Imports no torch.
+"""Folders of a run for checkpoints, weights and sockets: names, durable writing, finding, pruning. Imports no torch.
 
 A folder is written as `.tmp-<name>`, its files and itself are fsynced, and one rename makes it exist; so a folder
 with a proper name is whole. Lineages are counted in a file, so that a version never names two weights.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
+import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -181,6 +184,30 @@ def prune_weights(run_dir: Path, *, policy: str, keep: int) -> None:
     folders.sort(key=lambda item: (item[0].lineage, item[0].step))
     for _, path in folders[:-keep]:
         _remove(path)
+
+
+def private_folder(run_dir: Path, policy: str) -> Path:
+    """Makes the folder for the sockets of a policy's ranks, empty and ours alone (mode 0700).
+
+    It is in the temporary folder, because sockets have short names only, and its name follows from the run, so that
+    what a killed run left behind is cleared by its next start. One process at a time owns a run.
+
+    Raises:
+        TrainerError: the name is taken by something that is not our folder, or the disk failed.
+    """
+    name = hashlib.sha256(f"{run_dir.resolve()}\0{policy}".encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"claw-{os.geteuid()}-{name}"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                raise TrainerError(f"{folder} belongs to somebody else: remove it, or set TMPDIR to another folder")
+            shutil.rmtree(folder)
+        # never through a name that somebody else made in between: mkdir refuses one that exists
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise TrainerError(f"folder {folder} for the trainer's sockets: {error}") from error
+    return folder
 
 
 def _remove(path: Path) -> None:

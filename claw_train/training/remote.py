@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from claw_train import codec
 from claw_train.children import Child, ChildSpec, cores
 from claw_train.errors import ChildError, GuardError, ModelError, TrainerError
-from claw_train.training.folders import next_lineage
+from claw_train.training.folders import next_lineage, private_folder
 from claw_train.training.spec import KEY_ENV, Op, Reply, Request, Started, TrainerSpec
 from claw_train.types import Batch, StepReport
 
@@ -35,14 +34,17 @@ class RemoteTrainer:
 
         Args:
             spec: the same for all ranks.
-            threads: of each rank; `spec.trainer.threads` wins over it, and the default is an equal share of the cores.
+            threads: of all ranks together, shared out equally; the default is all cores. `spec.trainer.threads`, of
+                each rank, wins over it.
         """
         self.spec = spec
-        share = max(1, cores() // spec.trainer.num_ranks)
-        self._threads = spec.trainer.threads or threads or share
+        self._threads = spec.trainer.threads or max(1, (threads or cores()) // spec.trainer.num_ranks)
         self._ranks: list[_RankHandle] = []
         self._folder: Path | None = None
         self._busy = asyncio.Lock()
+        self._starting: asyncio.Task[Started] | None = None
+        self._closing = 0
+        """Calls of `aclose` in progress."""
 
     async def start(self, checkpoint: Path | None = None) -> Started:
         """Starts the ranks, after ending earlier ones, from a checkpoint or the base, under a new lineage.
@@ -51,19 +53,22 @@ class RemoteTrainer:
             ConfigError: the checkpoint is not whole or of another model or configuration.
             ModelError: the model folder cannot be loaded.
             ChildError: a rank ended or was not ready in time.
-            TrainerError: the ranks failed to start.
+            TrainerError: the ranks failed to start, or the trainer was closed in the meantime.
         """
         if not (Path(self.spec.model_path) / "config.json").is_file():
             raise ModelError(f"model folder {self.spec.model_path} has no config.json: check model.path")
         async with self._busy:
-            await self._stop()
+            if self._closing:
+                raise TrainerError("the trainer was closed before it started")
+            self._starting = asyncio.create_task(self._start(checkpoint))
             try:
-                lineage = await asyncio.to_thread(next_lineage, Path(self.spec.run_dir))
-                await self._spawn()
-                return await self._begin(Op.INIT, checkpoint, lineage)
-            except BaseException:
-                await self._stop()
+                return await self._starting
+            except asyncio.CancelledError:
+                if self._closing:
+                    raise TrainerError("the trainer was closed while it started") from None
                 raise
+            finally:
+                self._starting = None
 
     async def load(self, checkpoint: Path) -> Started:
         """Goes back to a checkpoint without a restart, under a new lineage; later checkpoints are removed.
@@ -92,11 +97,27 @@ class RemoteTrainer:
             return report
 
     async def aclose(self) -> None:
-        """Ends the ranks, also in the middle of a step. Idempotent."""
-        for rank in self._ranks:
-            rank.close()
-        async with self._busy:
+        """Ends the ranks at once, also in the middle of a start or a step, which then fail. Idempotent."""
+        self._closing += 1
+        try:
+            if self._starting is not None:
+                self._starting.cancel()
+            for rank in self._ranks:
+                rank.close()
+            async with self._busy:
+                await self._stop()
+        finally:
+            self._closing -= 1
+
+    async def _start(self, checkpoint: Path | None) -> Started:
+        await self._stop()
+        try:
+            lineage = await asyncio.to_thread(next_lineage, Path(self.spec.run_dir))
+            await self._spawn()
+            return await self._begin(Op.INIT, checkpoint, lineage)
+        except BaseException:
             await self._stop()
+            raise
 
     async def _begin(self, op: Op, checkpoint: Path | None, lineage: int) -> Started:
         path = str(checkpoint) if checkpoint is not None else None
@@ -108,8 +129,7 @@ class RemoteTrainer:
 
     async def _spawn(self) -> None:
         count = self.spec.trainer.num_ranks
-        # sockets have short names only, so they do not live in the run folder
-        self._folder = Path(tempfile.mkdtemp(prefix="claw-"))
+        self._folder = private_folder(Path(self.spec.run_dir), self.spec.policy)
         config = self._folder / "spec.json"
         config.write_bytes(codec.dump(self.spec))
         key = secrets.token_bytes(32)
@@ -141,9 +161,10 @@ class RemoteTrainer:
         """
         if not self._ranks:
             raise TrainerError("the trainer is not running: start it first")
-        payload = codec.dump(request)
-        tasks = [asyncio.create_task(rank.ask(payload, timeout_s)) for rank in self._ranks]
         try:
+            # a batch is megabytes of JSON, and the loop serves live requests meanwhile
+            payload = await asyncio.to_thread(codec.dump, request)
+            tasks = [asyncio.create_task(rank.ask(payload, timeout_s)) for rank in self._ranks]
             replies = await _all_or_first_failure(tasks)
         except BaseException:
             await self._stop()
@@ -156,13 +177,22 @@ class RemoteTrainer:
         raise errors[0]
 
     async def _stop(self) -> None:
+        ending = asyncio.create_task(self._end())
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            # no rank outlives whoever was told to give up; this takes seconds at most
+            await ending
+            raise
+
+    async def _end(self) -> None:
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.close()
         await asyncio.gather(*(rank.child.stop() for rank in ranks))
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, True)
-            self._folder = None
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 async def _all_or_first_failure(tasks: "list[asyncio.Task[Reply]]") -> list[Reply]:
@@ -231,7 +261,8 @@ class _RankHandle:
             TrainerError: it was silent for `timeout_s`.
         """
         connection = self._connection
-        assert connection is not None
+        if connection is None:
+            raise TrainerError(f"{self.child.spec.name} was closed before it was asked")
         try:
             async with asyncio.timeout(timeout_s):
                 data = await asyncio.to_thread(_exchange, connection, payload)
