@@ -6,6 +6,7 @@ All are frozen; lengths and ranges are checked when a value is made, so a value 
 log-probabilities and versions are parallel tuples. Nothing here imports a loop, torch or an environment's internals.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -162,6 +163,8 @@ class Completion:
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
             raise ValueError(f"lengths differ: {[len(x) for x in (self.token_ids, self.logprobs, self.versions)]}")
+        if not all(math.isfinite(x) for x in self.logprobs):
+            raise ValueError("a log-probability is not finite: no importance ratio can be made of it")
         if self.finish_reason not in ("stop", "length", "abort"):
             raise ValueError(f"unknown finish_reason {self.finish_reason!r}")
 
@@ -230,6 +233,10 @@ class ScoredTurn:
     reward: Reward
     hints: tuple[str, ...] = ()
     """Candidates that say how the action should have differed."""
+
+    def __post_init__(self) -> None:
+        if self.turn.status is not TurnStatus.OK and (self.reward.value or 0.0) > 0:
+            raise ValueError(f"turn {self.turn.id} is {self.turn.status}: its reward cannot be {self.reward.value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

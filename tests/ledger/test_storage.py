@@ -59,7 +59,7 @@ def test_every_field_comes_back(run_dir):
     )
     completion = Completion(
         token_ids=(0, 2**32 - 1, 7),
-        logprobs=(0.1 + 0.2, float("-inf"), -5e-324),
+        logprobs=(0.1 + 0.2, -1.7976931348623157e308, -5e-324),
         versions=(Version("a-b", 1, 2), Version("a-b", 1, 2), Version("a-b", 1, 3)),
         finish_reason="length",
         sampling=turn().completion.sampling,

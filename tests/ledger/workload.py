@@ -100,7 +100,7 @@ class Run:
                 break
             await self.ledger.bind(one.id, state(digest.hex()))
             self.progress()
-            verdict = scored(one, FAILED if digest[1] % 5 == 0 else PLUS)
+            verdict = scored(one, FAILED if cut or digest[1] % 5 == 0 else PLUS)
             await self.ledger.judge(verdict)
             self.progress()
             results.append(verdict)

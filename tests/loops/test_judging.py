@@ -81,6 +81,17 @@ def test_a_judge_that_fails_gives_a_reason_and_no_score(judge):
     assert got.reward.reason
 
 
+@pytest.mark.parametrize("status", [s for s in TurnStatus if s is not TurnStatus.OK])
+def test_nobody_can_reward_a_failed_reply(status):
+    class Generous:
+        async def score(self, turn, history):
+            return ScoredTurn(turn=turn, reward=reward(1.0))
+
+    got = asyncio.run(judge_turn(Generous(), turn(status=status), (), timeout_s=1.0))
+    assert got.reward.status is RewardStatus.INFRA_ERROR
+    assert got.reward.value is None
+
+
 class Noting:
     """Remembers which history it was shown."""
 
