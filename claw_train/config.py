@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from claw_train.errors import ConfigError
 
@@ -115,11 +116,11 @@ class EngineConfig:
     url: str | None = None
     """Of a running server; only with kind=url."""
     api_key_env: str = "CLAW_ENGINE_KEY"
-    """Environment variable that holds the key of a server given by url."""
+    """Environment variable that holds the key of a server given by url; one on this machine may need none."""
     port: int = 0
-    """0 picks a free one."""
+    """0 picks a free one. This and `_OWN_SERVER` are settings of a server that we start: refused with kind=url."""
     dtype: str = "bfloat16"
-    max_running: int = 32
+    max_running: int = 64
     """Requests decoded at once."""
     max_total_tokens: int = 65536
     """Tokens of key-value cache, running requests and kept prefixes together."""
@@ -145,12 +146,11 @@ class EngineConfig:
             self.kind,
             "embedded, scripted or url",
         )
-        _check(
-            (self.kind == "url") == (self.url is not None),
-            "engine.url",
-            self.url,
-            "set with engine.kind=url only",
-        )
+        if self.kind == "url":
+            ok = self.url is not None and _is_http(self.url)
+            _check(ok, "engine.url", self.url, "engine.kind=url needs a server's http://HOST:PORT")
+        else:
+            _check(self.url is None, "engine.url", self.url, "set with engine.kind=url only; engine=url chooses it")
         scripted = self.kind == "scripted"
         _check(scripted or not self.script, "engine.script", self.script, "set with engine.kind=scripted only")
         _check(scripted or not self.faults, "engine.faults", self.faults, "set with engine.kind=scripted only")
@@ -213,6 +213,7 @@ class TrainerConfig:
     steps: int = 24
     groups_per_step: int = 8
     group_size: int = 8
+    """Tries of one task; they are compared with each other."""
     max_staleness: int = 1
     """Versions between the oldest trained token and the trainer's weights; 0 is synchronous training."""
     lr: float = 5e-4
@@ -233,7 +234,7 @@ class TrainerConfig:
     """Optimizer updates a step; 1 needs no separate pass for the old log-probabilities."""
     num_ranks: int = 1
     threads: int = 0
-    """0 is this process's share of the cores."""
+    """Of each rank; 0 is an equal share of the trainer's cores."""
     checkpoint_every_steps: int = 1
     checkpoint_every_minutes: float = 10.0
     """With kind=full: whichever comes first."""
@@ -244,7 +245,9 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         _check(self.kind in ("lora", "full"), "trainer.kind", self.kind, "lora or full")
         _check(self.dtype in ("float32", "bfloat16"), "trainer.dtype", self.dtype, "float32 or bfloat16")
-        _check_numbers("trainer", self, "groups_per_step group_size lora_rank lora_alpha tokens_per_micro_batch", 1)
+        compared = "at least 2: a try is compared with the others of its group"
+        _check(self.group_size >= 2, "trainer.group_size", self.group_size, compared)
+        _check_numbers("trainer", self, "groups_per_step lora_rank lora_alpha tokens_per_micro_batch", 1)
         _check_numbers("trainer", self, "minibatches num_ranks checkpoint_every_steps keep_checkpoints", 1)
         _check_numbers("trainer", self, "steps max_staleness lr weight_decay warmup_steps threads", 0)
         _check_numbers("trainer", self, "beta1 beta2", 0, 1)
@@ -257,9 +260,9 @@ class GuardConfig:
     """Limits above which training halts."""
 
     mismatch_max_abs: float | None = None
-    """Largest |log pi_old - log mu| over tokens of the trainer's own version; None does not check (bf16)."""
-    mismatch_k3: float = 1e-2
-    """k3 of the same tokens; above it `mismatch_patience` batches in a row halt training."""
+    """Largest |log pi_old - log mu| over tokens of the trainer's own version; None: see `resolved_guards`."""
+    mismatch_k3: float | None = None
+    """k3 of the same tokens; above it `mismatch_patience` batches in a row halt training. None as above."""
     mismatch_patience: int = 3
     invalid_share: float = 0.5
     """Episodes lost to infrastructure, over the last `window` episodes."""
@@ -326,6 +329,49 @@ class TrainConfig:
         names = [s.name for s in self.streams]
         if len(set(names)) != len(names):
             raise ConfigError(f"streams have equal names: {names}; give each a `name`")
+        for section, kind, names in _UNUSED:
+            _refuse_unused(section, getattr(self, section), kind, names)
+
+
+_OWN_SERVER = "port max_running max_total_tokens threads start_timeout_s restarts"
+_UNUSED = (
+    ("engine", "url", _OWN_SERVER),
+    ("engine", "embedded", "api_key_env"),
+    ("engine", "scripted", "api_key_env"),
+    ("trainer", "lora", "freeze_embeddings checkpoint_every_minutes"),
+    ("trainer", "full", "lora_rank lora_alpha"),
+)
+"""Section, kind, and the keys that have no effect with that kind."""
+
+
+def _refuse_unused(section: str, config: EngineConfig | TrainerConfig, kind: str, names: str) -> None:
+    for name in names.split() if config.kind == kind else ():
+        value = getattr(config, name)
+        if value != type(config).__dataclass_fields__[name].default:
+            raise ConfigError(f"{section}.{name}={value!r} has no effect with {section}.kind={kind}: leave it out")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def resolved_guards(config: TrainConfig) -> GuardConfig:
+    """The guards with the mismatch limits of the run's number formats where the configuration leaves them open.
+
+    Where engine and trainer both compute in float32, the same weights give the same log-probabilities: 1e-3 nats on any
+    token, k3 1e-8. With bfloat16 on either side only the mean is bounded, k3 1e-2.
+    """
+    guards, exact = config.guards, config.engine.dtype == config.trainer.dtype == "float32"
+    worst, k3 = (1e-3, 1e-8) if exact else (None, 1e-2)
+    return dataclasses.replace(
+        guards,
+        mismatch_max_abs=worst if guards.mismatch_max_abs is None else guards.mismatch_max_abs,
+        mismatch_k3=k3 if guards.mismatch_k3 is None else guards.mismatch_k3,
+    )
 
 
 def to_config(raw: Mapping[str, Any]) -> TrainConfig:
@@ -339,7 +385,9 @@ def to_config(raw: Mapping[str, Any]) -> TrainConfig:
 
     raw = dict(raw)
     env = raw.pop("env", None)
-    if env is not None and not raw.get("streams"):
+    if env is not None:
+        if raw.get("streams"):
+            raise ConfigError("env and streams are both given: take the environment away, e.g. with ~env=terminal")
         raw["streams"] = [env]
     _reject_unknown(raw, {f.name for f in dataclasses.fields(TrainConfig)} | _GROUP_NAMES, "")
     sections: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from claw_envs.errors import ClawEnvError
-from claw_train.config import StreamConfig, TrainConfig, build
+from claw_train.config import StreamConfig, TrainConfig, build, resolved_guards
 from claw_train.errors import ConfigError
 from claw_train.hosting.episode import opening_messages
 from claw_train.hosting.host import EnvHost, EpisodeStart
@@ -61,7 +61,7 @@ class Preflight:
             run_dir=str(run_dir),
             trainer=config.trainer,
             method=config.method,
-            guards=config.guards,
+            guards=resolved_guards(config),
             lora_targets=tuple(config.model.lora_targets),
             weights_dtype=config.engine.dtype,
             seed=config.seed,

@@ -133,7 +133,7 @@ def check_fits(
     if engine.kind == "embedded" and not _embedded(model):
         raise ConfigError(
             f"model={model.name}: the embedded engine does not run {model.architecture}; "
-            "start an SGLang server and set engine.kind=url engine.url=http://HOST:PORT"
+            "start an SGLang server and give engine=url engine.url=http://HOST:PORT"
         )
     return need
 

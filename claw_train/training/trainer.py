@@ -220,12 +220,12 @@ class Trainer:
                 f"guards.mismatch_max_abs: engine and trainer differ by {worst:.2e} nats on a token of the same "
                 f"weights, the limit is {guards.mismatch_max_abs:.2e}; nothing was written"
             )
-        over = 0 if k3 <= guards.mismatch_k3 else self._progress.over_limit + 1
+        over = 0 if guards.mismatch_k3 is None or k3 <= guards.mismatch_k3 else self._progress.over_limit + 1
         self._progress = dataclasses.replace(self._progress, over_limit=over)
         if over >= guards.mismatch_patience:
             raise GuardError(
                 f"guards.mismatch_k3: engine and trainer differ by k3 {k3:.2e} on tokens of the same weights for "
-                f"{over} batches in a row, the limit is {guards.mismatch_k3:.2e}; nothing was written"
+                f"{over} batches in a row, the limit is {guards.mismatch_k3}; nothing was written"
             )
 
     def _checkpoint(self) -> str | None:

@@ -66,7 +66,7 @@ def test_the_advice_holds(kind, gib, advice):
 
 def test_a_model_for_sglang_is_refused_by_the_embedded_engine():
     model = model_config("qwen3vl-4b")
-    with pytest.raises(ConfigError, match=r"engine\.kind=url"):
+    with pytest.raises(ConfigError, match=r"engine=url engine\.url="):
         check_fits(model, EngineConfig(), TrainerConfig(), available_bytes=1 << 50)
 
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from claw_train import config
-from claw_train.config import EngineConfig, TrainConfig, build, conf_dir, to_config
+from claw_train.cli import compose
+from claw_train.config import EngineConfig, TrainConfig, build, conf_dir, resolved_guards, to_config
 from claw_train.errors import ConfigError
+from claw_train.models import ModelFolder
+from claw_train.preflight import Preflight
 
 STREAM = {"name": "terminal", "id": "ClawTerminal-v0"}
 SMALLEST: dict[str, Any] = {
@@ -87,8 +90,11 @@ def test_an_environment_is_a_stream_of_its_own():
         ({"trainer": {"dtype": "float16"}}, r"^trainer\.dtype='float16'"),
         ({"method": {"cut_reply": "keep"}}, r"^method\.cut_reply='keep'"),
         ({"engine": {"kind": "vllm"}}, r"^engine\.kind='vllm'"),
-        ({"engine": {"kind": "url"}}, r"^engine\.url=None"),
+        ({"engine": {"kind": "url"}}, r"^engine\.url=None .*http://HOST:PORT"),
+        ({"engine": {"kind": "url", "url": "gpu:30000"}}, r"^engine\.url='gpu:30000' .*http://HOST:PORT"),
         ({"engine": {"url": "http://x"}}, r"^engine\.url='http://x'"),
+        ({"trainer": {"group_size": 1}}, r"^trainer\.group_size=1 .*at least 2: a try is compared"),
+        ({"env": STREAM}, r"^env and streams are both given.*~env=terminal"),
         ({"engine": {"port": 65536}}, r"^engine\.port=65536 is out of range: at least 0 and at most 65535"),
         ({"guards": {"cut_share": 1.5}}, r"^guards\.cut_share=1\.5 "),
         ({"trainer": {"lr": math.inf}}, r"^trainer\.lr=inf "),
@@ -98,6 +104,74 @@ def test_what_is_wrong_is_named_in_one_line(change, message):
     with pytest.raises(ConfigError, match=message) as caught:
         to_config({**SMALLEST, **change})
     assert "\n" not in str(caught.value)
+
+
+URL = {"kind": "url", "url": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "key", "value"),
+    [
+        *(("engine", URL, key, 7) for key in config._OWN_SERVER.split()),
+        ("engine", {"kind": "embedded"}, "api_key_env", "OTHER"),
+        ("engine", {"kind": "scripted"}, "api_key_env", "OTHER"),
+        ("trainer", {"kind": "lora"}, "freeze_embeddings", False),
+        ("trainer", {"kind": "lora"}, "checkpoint_every_minutes", 3.0),
+        ("trainer", {"kind": "full"}, "lora_rank", 4),
+        ("trainer", {"kind": "full"}, "lora_alpha", 8),
+    ],
+)
+def test_a_key_without_effect_is_refused_by_name(section, fields, key, value):
+    to_config({**SMALLEST, section: fields})
+    with pytest.raises(ConfigError, match=rf"^{section}\.{key}=.* has no effect with {section}\.kind={fields['kind']}"):
+        to_config({**SMALLEST, section: {**fields, key: value}})
+
+
+def test_what_a_server_elsewhere_is_asked_with_may_be_set():
+    mine = {**URL, "dtype": "float32", "api_key_env": "OTHER", "timeout_s": 7, "retries": 1, "concurrency": 3}
+    assert to_config({**SMALLEST, "engine": mine}).engine.concurrency == 3
+
+
+URL_GIVEN = ["engine=url", "engine.url=http://127.0.0.1:1"]
+
+
+@pytest.mark.parametrize("overrides", [[], ["trainer=full"], URL_GIVEN, [URL_GIVEN[1], "engine.kind=url"]])
+def test_what_the_yaml_files_compose_to_is_valid(overrides):
+    made = to_config(compose(overrides))
+    assert made.engine.url == (URL_GIVEN[1].partition("=")[2] if "engine.url" in str(overrides) else None)
+
+
+def test_an_engine_given_by_url_needs_the_url():
+    with pytest.raises(ConfigError, match=r"^engine\.url=None"):
+        to_config(compose(["engine=url"]))
+
+
+def test_streams_replace_the_environment_that_was_taken_away():
+    made = to_config(compose(["~env=terminal", "streams=[{name: mine, id: Mine-v0}]"]))
+    assert [stream.name for stream in made.streams] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "said", "limits"),
+    [
+        ("float32", "float32", {}, (1e-3, 1e-8)),
+        ("bfloat16", "float32", {}, (None, 1e-2)),
+        ("float32", "bfloat16", {}, (None, 1e-2)),
+        ("float32", "float32", {"mismatch_k3": 1e9}, (1e-3, 1e9)),
+        ("bfloat16", "bfloat16", {"mismatch_max_abs": 0.5}, (0.5, 1e-2)),
+    ],
+)
+def test_mismatch_limits_follow_the_number_formats_unless_given(engine, trainer, said, limits):
+    formats = {"engine": {"dtype": engine}, "trainer": {"dtype": trainer}}
+    guards = resolved_guards(to_config({**SMALLEST, **formats, "guards": {**said, "window": 9}}))
+    assert (guards.mismatch_max_abs, guards.mismatch_k3, guards.window) == (*limits, 9)
+
+
+def test_the_trainer_is_given_the_limits_of_its_number_format(tmp_path):
+    exact = {"engine": {"dtype": "float32"}, "trainer": {"dtype": "float32"}}
+    model = ModelFolder(name="m", path=tmp_path, tokenizer_path=tmp_path, source="test")
+    plan: Any = {"config": to_config({**SMALLEST, **exact}), "model": model, "renderer": None, "judge": None}
+    assert Preflight(**plan).trainer_spec(tmp_path).guards.mismatch_k3 == 1e-8
 
 
 def test_a_missing_section_is_named():
