@@ -7,11 +7,12 @@ from typing import ClassVar
 import gymnasium
 from gymnasium import spaces
 
+from claw_envs.errors import SandboxLost
 from claw_envs.types import FailureKind, NextState, Role
 
 ENTERED, HANGING = threading.Event(), threading.Event()
 """Something hangs; set `HANGING` to let it go on."""
-ERRORS = {"KeyError": KeyError, "OSError": OSError, "SystemExit": SystemExit}
+ERRORS = {"KeyError": KeyError, "OSError": OSError, "SystemExit": SystemExit, "SandboxLost": SandboxLost}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from claw_envs.errors import SandboxError, SandboxTimeout
+from claw_envs.errors import SandboxError, SandboxLost, SandboxTimeout
 from claw_train.config import StreamConfig
 from claw_train.errors import ConfigError
 from claw_train.hosting.host import EnvHost, EnvironmentBroke
@@ -172,6 +172,14 @@ def test_an_error_of_the_environments_own_is_a_lost_sandbox(where, error):
             await begin(host)
 
     with_host(stream(raise_on=where, error=error), use)
+
+
+def test_an_error_that_environments_may_raise_passes_as_it_is():
+    async def use(host):
+        with pytest.raises(SandboxLost):
+            await begin(host)
+
+    with_host(stream(raise_on="step", error="SandboxLost"), use)
 
 
 def test_the_episode_after_an_error_gets_a_new_environment():
