@@ -84,7 +84,11 @@ def compose(overrides: Sequence[str], config_dir: str | None = None) -> dict[str
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     assert isinstance(raw, dict)
-    return {str(k): v for k, v in raw.items()}
+    settings = {str(k): v for k, v in raw.items()}
+    asked = any(text.startswith(("env=", "env.")) for text in overrides)
+    if settings.get("streams") and not asked:
+        settings.pop("env", None)  # the default environment gives way to a list of streams
+    return settings
 
 
 def _override(text: str, groups: set[str]) -> str:

@@ -11,6 +11,7 @@ tells TensorBoard to forget them. Every name:
     wait_s, round_trip_s        seconds without a batch; seconds from batch to the trainer's report
     tokens_per_s                sampled tokens of training episodes, over this process's time of training
     queue_turns, queue_scored, queue_ready, queue_slots     depth of each channel after the step
+    out_of_context              episodes cut by the model's context since the process began
     drop_<reason>               turns left out since the process began, see `ledger.DropReason`
     heldout, heldout_families   mean outcome of held-out tasks, of families never trained on, in [0, 1]
     heldout_parse_share         share of first replies with an action, in an evaluation between steps

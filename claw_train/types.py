@@ -53,7 +53,7 @@ class TrajectoryStatus(StrEnum):
     TERMINATED = "terminated"
     """By the policy's own declaration."""
     TRUNCATED = "truncated"
-    """By a limit of ours; graded all the same."""
+    """By a limit of ours: the environment's is graded all the same, the model's context is not."""
     INFRA_ERROR = "infra_error"
     """The world failed: the outcome is invalid."""
     ENGINE_ERROR = "engine_error"

@@ -64,6 +64,12 @@ def valid_trajectories(group: CompleteGroup) -> list[Trajectory]:
     return [t for t in group.trajectories if t.outcome.status is RewardStatus.VALID]
 
 
+def why_invalid(trajectory: Trajectory) -> DropReason:
+    """The reason for turns of an episode without a valid outcome: nobody's fault, or cut before it was graded."""
+    ungraded = trajectory.outcome.status is RewardStatus.UNGRADED
+    return DropReason.NO_REWARD if ungraded else DropReason.INFRA_ERROR
+
+
 def usable(group: CompleteGroup) -> bool:
     """True when at least two members can be compared."""
     return len(valid_trajectories(group)) >= 2
@@ -87,7 +93,7 @@ def assemble(
         for trajectory in group.trajectories:
             members = [by_id[i] for i in trajectory.turn_ids if i in by_id]
             if trajectory.id not in valid:
-                dropped.update({s.turn.id: DropReason.INFRA_ERROR for s in members})
+                dropped.update({s.turn.id: why_invalid(trajectory) for s in members})
                 continue
             outcome = trajectory.outcome.value
             assert outcome is not None

@@ -86,4 +86,4 @@ class FailureGuards:
                 f"the engine failed {self._engine_row} episodes in a row (guards.engine_failures={self._engine_limit})"
             )
         if not engine_failed:
-            self.invalid.mark(trajectory.outcome.status is not RewardStatus.VALID)
+            self.invalid.mark(trajectory.outcome.status is RewardStatus.INFRA_ERROR)

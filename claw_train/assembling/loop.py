@@ -9,7 +9,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from claw_train.assembling.batching import Assembled, assemble, is_stale, usable
+from claw_train.assembling.batching import Assembled, assemble, is_stale, usable, why_invalid
 from claw_train.assembling.groups import GroupBook
 from claw_train.assembling.guards import FailureGuards
 from claw_train.config import MethodConfig, TrainerConfig
@@ -83,7 +83,8 @@ class Assembling:
         """Decides whether a complete group may train."""
         self._on_group_end(group)
         if not usable(group):
-            await self._drop_group(group, DropReason.INFRA_ERROR)
+            reasons = {why_invalid(t) for t in group.trajectories if t.outcome.value is None}
+            await self._drop_group(group, min(reasons, default=DropReason.INFRA_ERROR))
             return
         if not recovered:
             await self._ledger.eligible([s.turn.id for s in group.scored])

@@ -170,6 +170,8 @@ class Evaluator:
             episode = Episode(spec, self._engine, self._renderer, sink)
             trajectory = await episode.run(host)
         value = trajectory.outcome.value if trajectory.outcome.status is RewardStatus.VALID else None
+        if trajectory.outcome.status is RewardStatus.UNGRADED:  # it talked until its context was full: not solved
+            value = -1.0
         first = sink.turns[0].next_state if sink.turns else None
         return TaskScore(
             task_id=trajectory.task_id,

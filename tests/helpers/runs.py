@@ -21,7 +21,6 @@ max_concurrent: 8
 REPLIES = ["ab", "abcd", "no!", "hello", "good", "x"]
 
 QUICK = (
-    "env=toy",
     "model=tiny",
     "engine=scripted",
     "trainer.steps=4",
@@ -52,13 +51,14 @@ class Workplace:
         (path / "script.json").write_text(json.dumps({"replies": REPLIES}))
         return cls(path)
 
-    def command(self, *overrides: str, run: str = "run") -> list[str]:
+    def command(self, *overrides: str, run: str = "run", env: str | None = "toy") -> list[str]:
         return [
             sys.executable,
             "-m",
             "claw_train",
             "--config-dir",
             str(self.path / "conf"),
+            *([f"env={env}"] if env else []),
             *QUICK,
             f"engine.script={self.path / 'script.json'}",
             f"run_dir={self.path / run}",

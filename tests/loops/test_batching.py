@@ -9,7 +9,7 @@ from claw_train.config import MethodConfig
 from claw_train.ledger import CompleteGroup, DropReason
 from claw_train.types import RewardStatus, Sampling, TurnStatus, Version
 
-from .values import group, record, scored, trajectory, turn
+from .values import group, record, reward, scored, trajectory, turn
 
 METHOD = MethodConfig()
 
@@ -34,6 +34,13 @@ def test_every_turn_is_either_trained_or_dropped_with_a_reason():
         "g2-1": DropReason.JUDGE_FAILED,
         "g3-2": DropReason.CUT,
     }
+
+
+def test_turns_of_an_ungraded_episode_say_so():
+    whole = group("g0", outcomes=(1.0, -1.0, None))
+    ungraded = replace(whole.trajectories[2], outcome=reward(status=RewardStatus.UNGRADED))
+    result = assemble([replace(whole, trajectories=(*whole.trajectories[:2], ungraded))], step=1, method=METHOD)
+    assert set(result.dropped.values()) == {DropReason.NO_REWARD}
 
 
 def test_an_invalid_member_changes_nobodys_advantage():

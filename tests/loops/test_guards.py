@@ -7,7 +7,7 @@ from claw_train.config import GuardConfig
 from claw_train.errors import GuardError
 from claw_train.types import RewardStatus, TrajectoryStatus, TurnStatus
 
-from .values import scored, trajectory, turn
+from .values import reward, scored, trajectory, turn
 
 
 def test_nothing_is_judged_before_the_window_is_full():
@@ -31,6 +31,18 @@ def test_lost_episodes_halt_but_engine_failures_are_counted_apart():
         guards.see_trajectory(trajectory(outcome=None, status=TrajectoryStatus.INFRA_ERROR))
     with pytest.raises(GuardError, match="lost to the world"):
         guards.see_trajectory(trajectory(outcome=None))
+
+
+def test_an_episode_that_outgrew_its_context_is_no_failure_of_the_world():
+    import dataclasses
+
+    guards = FailureGuards(GuardConfig(window=2, invalid_share=0.1))
+    cut = dataclasses.replace(
+        trajectory(outcome=None), status=TrajectoryStatus.TRUNCATED, outcome=reward(status=RewardStatus.UNGRADED)
+    )
+    for _ in range(4):
+        guards.see_trajectory(cut)
+    assert guards.invalid.share == 0.0
 
 
 def test_engine_failures_in_a_row_halt():

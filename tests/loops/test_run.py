@@ -318,6 +318,7 @@ def test_two_streams_full_weights_and_two_ranks_in_one_run(place):
             "trainer.checkpoint_every_steps=2",
             "trainer.max_staleness=1",
             run="both",
+            env=None,
         )
     )
     assert done.returncode == 0, done.stderr
