@@ -1,6 +1,7 @@
 """A third party's environment: no sandbox, one to three turns, an outcome that depends on the reply alone."""
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +30,9 @@ class ToyEnv(gymnasium.Env):
     metadata: ClassVar = {"render_modes": []}
     tools = ()
 
-    def __init__(self, turns=2, fail_every=0, hang_on="", raise_on="", error="KeyError", answer=None) -> None:
+    def __init__(
+        self, turns=2, fail_every=0, hang_on="", raise_on="", error="KeyError", answer=None, pause_s=0.0
+    ) -> None:
         self.system_prompt = "Say something."
         self.observation_space = spaces.Dict({"instruction": spaces.Text(100)})
         self.action_space = spaces.Text(1000)
@@ -38,6 +41,7 @@ class ToyEnv(gymnasium.Env):
         self._resets = 0
         self._hang_on, self._raise_on, self._error = hang_on, raise_on, error
         self._answer = answer or {}
+        self._pause_s = pause_s
         self._misbehave("init")
 
     def _misbehave(self, where):
@@ -63,6 +67,7 @@ class ToyEnv(gymnasium.Env):
 
     def step(self, action):
         self._misbehave("step")
+        time.sleep(self._pause_s)  # so that a test can act while a run still goes on
         self._step += 1
         even = len(action) % 2 == 0
         self._good += even

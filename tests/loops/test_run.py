@@ -130,7 +130,7 @@ def test_a_kill_at_a_random_moment_changes_nothing(place, uninterrupted, round_)
     rng = random.Random(round_)
     run = place.path / f"random-{round_}"
     victim = ("claw_train ", "claw_train.engine", "claw_train.training.worker")[round_ % 3]
-    process = start(place.command(run=run.name))
+    process = start(place.command("env.kwargs.pause_s=0.3", run=run.name))
     try:
         assert wait_for(lambda: (run / "metrics.jsonl").exists() and loss_trace(run), timeout_s=120)
         wait_for(lambda: False, timeout_s=rng.uniform(0.0, 0.8))
@@ -257,7 +257,7 @@ def test_shuffled_reward_is_a_different_run_with_the_same_sums(place, uninterrup
 
 def test_an_interrupt_leaves_a_run_that_goes_on_to_the_same_end(place, uninterrupted):
     run = place.path / "interrupted"
-    process = start(place.command(run="interrupted"))
+    process = start(place.command("env.kwargs.pause_s=0.3", run="interrupted"))
     try:
         assert wait_for(lambda: (run / "metrics.jsonl").exists() and loss_trace(run), timeout_s=120)
         process.send_signal(signal.SIGINT)
@@ -273,7 +273,7 @@ def test_an_interrupt_leaves_a_run_that_goes_on_to_the_same_end(place, uninterru
 
 def test_an_engine_that_is_killed_comes_back_with_its_weights(place, uninterrupted):
     run = place.path / "engine-killed"
-    process = start(place.command(run="engine-killed"))
+    process = start(place.command("env.kwargs.pause_s=0.3", run="engine-killed"))
     try:
         assert wait_for(lambda: (run / "metrics.jsonl").exists() and loss_trace(run), timeout_s=120)
         for target in pids_of("claw_train.engine", run):
