@@ -18,6 +18,9 @@ from typing import Any
 from claw_train.config import TrainConfig, conf_dir, to_config
 from claw_train.errors import ClawTrainError, ConfigError, StoppedError
 
+_PATHS = frozenset({"run_dir", "resume", "model.path", "engine.script"})
+"""Keys whose values may hold any character that a path may."""
+
 EXIT_STOPPED = 1
 """Training stopped: a guard, or a part that failed while it ran."""
 EXIT_USAGE = 2
@@ -64,6 +67,7 @@ def compose(overrides: Sequence[str], config_dir: str | None = None) -> dict[str
     """
     try:
         import hydra
+        import yaml
         from hydra.errors import HydraException
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -76,12 +80,12 @@ def compose(overrides: Sequence[str], config_dir: str | None = None) -> dict[str
         extra = Path(config_dir).resolve()
         if not extra.is_dir():
             raise ConfigError(f"--config-dir {config_dir}: no such folder")
-        lines.append(f"hydra.searchpath=[file://{extra}]")
+        lines.append(f"hydra.searchpath=[{_quoted(f'file://{extra}')}]")
     try:
         with hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="claw-train"):
             config = hydra.compose("config", overrides=lines)
         raw = OmegaConf.to_container(config, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     assert isinstance(raw, dict)
     settings = {str(k): v for k, v in raw.items()}
@@ -93,12 +97,23 @@ def compose(overrides: Sequence[str], config_dir: str | None = None) -> dict[str
 
 def _override(text: str, groups: set[str]) -> str:
     """Hydra's own spelling of one override: keys are set whether the YAML names them or not, the schema checks them."""
-    key, equals, _ = text.partition("=")
+    key, equals, value = text.partition("=")
     if not equals or not key or text.startswith("-"):
         raise ConfigError(f"{text!r} is not key=value; see claw-train --help")
+    if key in groups - {"experiment"} and value in ("", "null"):
+        raise ConfigError(f"{text!r}: choose one of conf/{key}/, see claw-train --help")
     if key.startswith(("+", "~", "hydra.")) or key in groups or "@" in key:
         return text
+    if key in _PATHS and value not in ("", "null"):
+        return f"++{key}={_quoted(str(Path(value).expanduser()))}"
     return f"++{text}"
+
+
+def _quoted(text: str) -> str:
+    """A string that Hydra takes as it is, whatever characters it holds."""
+    if text[:1] == text[-1:] == "'" and len(text) > 1:
+        return text  # quoted by hand already
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _parser() -> argparse.ArgumentParser:

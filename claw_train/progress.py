@@ -3,6 +3,7 @@
 In: phases, steps and notes. Out: text on standard output. Decides nothing.
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ class Progress(Protocol):
 
 def open_progress() -> Progress:
     """A live panel when standard output is a terminal, plain lines otherwise."""
-    return LivePanel() if sys.stdout.isatty() else PlainLines()
+    return LivePanel() if sys.stdout is not None and sys.stdout.isatty() else PlainLines()
 
 
 def clock(seconds: float) -> str:
@@ -97,8 +98,11 @@ class PlainLines:
 
     @staticmethod
     def _line(text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        # a reader that is gone, a closed or full standard output: no reason to end a run
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            encoding = sys.stdout.encoding or "utf-8"
+            sys.stdout.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            sys.stdout.flush()
 
 
 @dataclass(slots=True)

@@ -79,7 +79,10 @@ class RunFolder:
         with disk_errors(folder.path):
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.logs.mkdir(mode=0o700, exist_ok=True)
-        folder.write_config(config)
+        try:
+            write_bytes(folder.config, _to_yaml(config).encode(), exclusive=True)
+        except FileExistsError:  # another process was quicker
+            raise ConfigError(f"run_dir={folder.path} holds a run: continue it with resume={folder.path}") from None
         return folder
 
     @classmethod
@@ -90,6 +93,7 @@ class RunFolder:
             ConfigError: there is no run, its configuration is unreadable, or `overrides` change the tasks of its
                 evaluations, which are compared with one another.
         """
+        import yaml
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -99,7 +103,7 @@ class RunFolder:
         try:
             stored = OmegaConf.load(folder.config)
             rows = [OmegaConf.to_container(c) for c in (stored, OmegaConf.merge(stored, dict(overrides)))]
-        except (OmegaConfBaseException, OSError, ValueError) as error:
+        except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
             raise ConfigError(f"{folder.config} is unreadable: {error}") from None
         plain = [{str(k): v for k, v in row.items()} for row in rows if isinstance(row, dict)]
         if len(plain) != len(rows):
@@ -190,11 +194,12 @@ def open_private(path: Path, mode: str) -> IO[bytes]:
         return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, *, exclusive: bool = False) -> None:
     """Writes a whole file or none, readable by its owner only: temporary file, fsync, rename.
 
     Raises:
         DiskError: it cannot be written; what was there stays.
+        FileExistsError: `exclusive`, and it is there already.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with disk_errors(path):
@@ -203,10 +208,16 @@ def write_bytes(path: Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
+            if not exclusive:
+                temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+    if exclusive:
+        try:
+            os.link(temporary, path)
+        finally:
+            temporary.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

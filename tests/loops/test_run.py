@@ -11,6 +11,7 @@ import tests.helpers.toy_env  # noqa: F401  its next states are in the ledgers t
 from claw_train.crash import POINTS
 from claw_train.ledger import Ledger, State
 from claw_train.ledger.export import consumed_turns, iter_turns
+from tests.helpers import runs
 from tests.helpers.runs import Workplace, alive_with, call, loss_trace, start, wait_for
 
 STEPS = 4
@@ -330,3 +331,58 @@ def test_two_streams_full_weights_and_two_ranks_in_one_run(place):
     assert longer.returncode == 0, longer.stderr
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
     assert [step for step, _, _ in loss_trace(run)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["ü n", "a,b", "(x)", "it's"])
+def test_a_path_may_hold_what_paths_hold(place, name):
+    done = call([*place.command("--cfg"), f"run_dir={place.path / name}"])
+    assert done.returncode == 0, done.stderr
+    assert name in done.stdout or name.encode("unicode_escape").decode() in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("experiment=dmeo",), "dmeo"),
+        (("judge=null",), "judge"),
+        (("--config-dir", "/no/such/folder"), "/no/such/folder"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_never_ignored(place, overrides, said):
+    done = call([*place.command(run="choice"), *overrides])
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_broken_yaml_is_one_line(place, tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "bad.yaml").write_text("name: [unclosed\n")
+    done = call(place.command("--config-dir", str(tmp_path), env="bad"))
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_truncated_configuration_of_a_run_is_one_line(place, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("model: {name: [\n")
+    done = call([*place.resume_command(), f"resume={tmp_path / 'run'}"])
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(place):
+    import subprocess
+
+    command = " ".join(f"'{word}'" for word in place.command(run="piped"))
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
+        env=runs.environment(),
+        cwd=runs.ROOT,
+        timeout=runs.TIMEOUT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (place.path / "piped" / "summary.json").is_file()

@@ -9,7 +9,7 @@ import pytest
 from claw_train.config import EngineConfig
 from claw_train.errors import ChildError, ConfigError, DiskError, EngineError
 from claw_train.run import both, check_engine, launch
-from claw_train.run_folder import RunFolder, disk_errors, write_text
+from claw_train.run_folder import RunFolder, disk_errors, write_bytes, write_text
 from tests.helpers.runs import Workplace, call
 
 from .test_four_loops import config as loops_config
@@ -181,3 +181,13 @@ def test_a_longer_run_is_measured_again_and_goes_on_as_it_was_resumed(tmp_path):
     manifest = json.loads((run / "manifest.json").read_text())
     assert [row["first_step"] for row in manifest["resumes"]] == [2, 3]
     assert len(manifest["tokenizer"]["fingerprint"]) == len(manifest["tokenizer"]["template_sha256"]) == 64
+
+
+def test_of_two_runs_on_one_folder_at_once_the_second_changes_nothing(tmp_path):
+    """What both would do between looking for a configuration and writing one."""
+    path = tmp_path / "config.yaml"
+    write_bytes(path, b"first", exclusive=True)
+    with pytest.raises(FileExistsError):
+        write_bytes(path, b"second", exclusive=True)
+    assert path.read_bytes() == b"first"
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
