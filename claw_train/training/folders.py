@@ -7,6 +7,7 @@ with a proper name is whole. Lineages are counted in a file, so that a version n
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from typing import Any
 
 from claw_train.errors import ConfigError, TrainerError
 from claw_train.types import Version
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "state.json"
 """Of a checkpoint: step, version, identity of the model, and the sizes of the other files."""
@@ -113,7 +116,10 @@ def next_lineage(run_dir: Path) -> int:
     counter = folder / "lineage"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lineage = int(counter.read_text()) + 1 if counter.exists() else 0
+        # a lost counter must not give a name twice: published weights still carry theirs
+        used = [version.lineage for version, _ in _weight_folders(run_dir)]
+        lineage = max([int(counter.read_text())] if counter.exists() else [], default=-1)
+        lineage = max([lineage, *used]) + 1
         tmp = folder / f"{_TMP}lineage"
         tmp.write_text(str(lineage))
         _fsync(tmp)
@@ -162,11 +168,18 @@ def clean(run_dir: Path) -> None:
 
 
 def prune_checkpoints(run_dir: Path, *, keep: int, newest: int) -> None:
-    """Removes checkpoints of steps after `newest`, which were rolled back, and all but the last `keep` others."""
+    """Removes checkpoints of steps after `newest`, which were rolled back, all but the last `keep` others, and what is
+    no whole checkpoint though it has the name of one.
+    """
     found = list_checkpoints(run_dir)
     old = [c for c in found if c.step <= newest][:-keep]
     for checkpoint in old + [c for c in found if c.step > newest]:
         _remove(checkpoint.path)
+    whole = {c.path for c in found}
+    for path in checkpoints_dir(run_dir).iterdir():
+        if _CHECKPOINT.fullmatch(path.name) and path not in whole:
+            logger.warning("%s is damaged: removed", path)
+            _remove(path)
 
 
 def prune_weights(run_dir: Path, *, policy: str, keep: int) -> None:
@@ -174,16 +187,19 @@ def prune_weights(run_dir: Path, *, policy: str, keep: int) -> None:
 
     The engine loads a folder some time after it is reported: `keep` must cover all that may still wait for it.
     """
-    folders: list[tuple[Version, Path]] = []
-    with contextlib.suppress(FileNotFoundError):
-        for path in weights_dir(run_dir).iterdir():
-            with contextlib.suppress(ValueError):
-                version = Version.parse(path.name)
-                if version.policy == policy:
-                    folders.append((version, path))
+    folders = [(version, path) for version, path in _weight_folders(run_dir) if version.policy == policy]
     folders.sort(key=lambda item: (item[0].lineage, item[0].step))
     for _, path in folders[:-keep]:
         _remove(path)
+
+
+def _weight_folders(run_dir: Path) -> list[tuple[Version, Path]]:
+    found: list[tuple[Version, Path]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for path in weights_dir(run_dir).iterdir():
+            with contextlib.suppress(ValueError):
+                found.append((Version.parse(path.name), path))
+    return found
 
 
 def private_folder(run_dir: Path, policy: str) -> Path:

@@ -386,3 +386,21 @@ def test_a_reader_that_goes_away_does_not_end_the_run(place):
     )
     assert done.returncode == 0, done.stderr
     assert (place.path / "piped" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize("damage", ["a file of the newest checkpoint", "all checkpoints and the lineage"])
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(place, uninterrupted, damage):
+    import shutil
+
+    run = place.path / f"damaged-{damage[:3].strip()}"
+    shutil.copytree(uninterrupted, run)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace(str(uninterrupted), str(run)))
+    if damage.startswith("all"):
+        shutil.rmtree(run / "checkpoints")
+    else:
+        (run / "checkpoints" / "step-000004" / "optimizer.safetensors").unlink()
+    done = call(place.resume_command("trainer.steps=5", run=run.name))
+    assert done.returncode == 0, done.stderr
+    assert [step for step, _, _ in loss_trace(run)] == [1, 2, 3, 4, 5]
+    audit(run)
