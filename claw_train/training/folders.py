@@ -176,7 +176,7 @@ def prune_checkpoints(run_dir: Path, *, keep: int, newest: int) -> None:
     for checkpoint in old + [c for c in found if c.step > newest]:
         _remove(checkpoint.path)
     whole = {c.path for c in found}
-    for path in checkpoints_dir(run_dir).iterdir():
+    for path in sorted(checkpoints_dir(run_dir).glob("*")):
         if _CHECKPOINT.fullmatch(path.name) and path not in whole:
             logger.warning("%s is damaged: removed", path)
             _remove(path)

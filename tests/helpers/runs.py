@@ -80,9 +80,17 @@ def call(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# a shell that puts us into the background makes all our children ignore an interrupt
+_LISTENING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+
+
 def start(command: list[str], **env: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(**env), cwd=ROOT
+        [sys.executable, "-c", _LISTENING, *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(**env),
+        cwd=ROOT,
     )
 
 
