@@ -30,7 +30,6 @@ class StepView:
     queues: Mapping[str, int]
     elapsed_s: float
     left_s: float
-    warnings: tuple[str, ...] = ()
 
 
 class Progress(Protocol):
@@ -84,10 +83,8 @@ class PlainLines:
         self._line(text)
 
     def step(self, view: StepView) -> None:
-        """Prints one line, and one for each warning."""
+        """Prints one line."""
         self._line(describe(view))
-        for warning in view.warnings:
-            self._line(f"  warning: {warning}")
 
     def note(self, text: str) -> None:
         """Prints it."""
@@ -128,8 +125,6 @@ class LivePanel:
     def step(self, view: StepView) -> None:
         """Redraws with the new figures."""
         self._views.append(view)
-        for warning in view.warnings:
-            self.note(f"warning: {warning}")
         self._live.refresh()
 
     def note(self, text: str) -> None:

@@ -47,15 +47,20 @@ def step_values(rows: Sequence[StepValue], method: MethodConfig) -> list[float]:
     return values
 
 
+def buckets(rows: Sequence[StepValue]) -> dict[tuple[str, int], list[int]]:
+    """(group, step index) -> positions of its rows: those that are compared with one another."""
+    found: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        found[row.group_id, row.index].append(i)
+    return found
+
+
 def advantages(rows: Sequence[StepValue], values: Sequence[float], *, std_floor: float) -> list[float]:
     """A for each row, in order; 0.0 throughout a bucket whose values are all equal."""
     if len(rows) != len(values):
         raise ValueError(f"{len(rows)} rows but {len(values)} values")
-    buckets: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for i, row in enumerate(rows):
-        buckets[row.group_id, row.index].append(i)
     result = [0.0] * len(rows)
-    for members in buckets.values():
+    for members in buckets(rows).values():
         reference = [values[i] for i in (members if len(members) > 1 else range(len(rows)))]
         mean, std = statistics.fmean(reference), statistics.pstdev(reference)
         if std < 1e-9:  # a constant bucket tells nothing; rounding must not blow it up

@@ -7,7 +7,7 @@ nothing is written here.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from claw_train.assembling.advantages import StepValue, advantages, shuffle_rows, step_values
+from claw_train.assembling.advantages import StepValue, advantages, buckets, shuffle_rows, step_values
 from claw_train.config import MethodConfig
 from claw_train.ledger import CompleteGroup, DropReason
 from claw_train.types import (
@@ -158,10 +158,8 @@ def _process(reward: Reward) -> float | None:
 
 def _constant_buckets(rows: Sequence[StepValue], values: Sequence[float]) -> set[tuple[str, int]]:
     """Buckets of several turns whose values are all equal."""
-    buckets: dict[tuple[str, int], list[float]] = {}
-    for row, value in zip(rows, values, strict=True):
-        buckets.setdefault((row.group_id, row.index), []).append(value)
-    return {k for k, v in buckets.items() if len(v) > 1 and max(v) - min(v) < 1e-9}
+    of = {bucket: [values[i] for i in members] for bucket, members in buckets(rows).items()}
+    return {bucket for bucket, v in of.items() if len(v) > 1 and max(v) - min(v) < 1e-9}
 
 
 def _samples(groups: Iterable[CompleteGroup], trained: Mapping[TurnId, float]) -> Iterable[Sample]:

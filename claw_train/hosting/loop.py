@@ -106,8 +106,6 @@ class Hosting:
         self._seed = seed
         self._policy = policy
         self._on_group_start = on_group_start
-        self.episodes = 0
-        """Episodes ended since the start."""
         self.out_of_context = 0
         """Those of them that were cut, ungraded, because they outgrew the context."""
 
@@ -142,5 +140,4 @@ class Hosting:
         )
         async with self._pools[record.stream].host() as host:
             trajectory = await Episode(spec, self._engine, self._renderer, self._sink).run(host)
-        self.episodes += 1
         self.out_of_context += trajectory.outcome.status is RewardStatus.UNGRADED

@@ -39,11 +39,6 @@ class HostPool:
                 else:
                     self._idle.append(host)
 
-    @property
-    def in_use(self) -> int:
-        """Hosts lent out."""
-        return len(self._busy)
-
     async def close(self) -> None:
         """Closes every host. Call after the episodes have ended or were cancelled."""
         hosts, self._idle = [*self._idle, *self._busy], []
